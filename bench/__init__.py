@@ -1,0 +1,1 @@
+"""One harness for correctness and speed; packaged as `cute_sparse_mla.bench`."""

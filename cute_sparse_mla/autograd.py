@@ -1,0 +1,134 @@
+"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd` and `::bwd_add`.
+
+Saved for the backward: `q`, `kv`, `indices`, the optional tensors, `out` and `lse`; no copy, nothing of size S*H*K.
+Scalars arrive normalised by `api`; tensors are checked here, on real tensors and on fake ones alike, so a compiled
+graph gets the same errors as an eager call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, validation
+from .validation import BackwardCall
+
+_LIB = "cute_sparse_mla"
+
+
+def _check_backward(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
+    dkv: Tensor | None, dkv_dtype: torch.dtype | None, causal: bool,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+) -> BackwardCall:  # fmt: skip
+    return validation.backward(
+        q, kv, out, dout, indices, lse, dlse=dlse, dkv=dkv, dkv_dtype=dkv_dtype, causal=causal,
+        q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(f"{_LIB}::fwd", mutates_args=())
+def fwd_op(
+    q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
+    attn_sink: Tensor | None, sm_scale: float, d_v: int, causal: bool, config: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out, lse)`; see `api.fwd`."""
+    call = validation.forward(
+        q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
+    )
+    return dispatch.forward(call, sm_scale, backend, config)
+
+
+@fwd_op.register_fake
+def _(
+    q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
+    attn_sink: Tensor | None, sm_scale: float, d_v: int, causal: bool, config: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    validation.forward(
+        q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
+    )
+    return q.new_empty((*q.shape[:-1], d_v)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{_LIB}::bwd", mutates_args=())
+def bwd_op(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
+    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(dq, dkv, d_sink)`; `d_sink` has no element without a sink. See `api.bwd`."""
+    call = _check_backward(
+        q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
+    )
+    dq, dkv, d_sink = dispatch.backward(call, sm_scale, deterministic, backend, config)
+    return dq, dkv, _d_sink_output(q, d_sink)
+
+
+@bwd_op.register_fake
+def _(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
+    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _check_backward(
+        q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
+    )
+    return q.new_empty(q.shape), kv.new_empty(kv.shape, dtype=call.dkv_dtype), _fake_d_sink(q, attn_sink)
+
+
+@torch.library.custom_op(f"{_LIB}::bwd_add", mutates_args=("dkv",))
+def bwd_add_op(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
+    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(dq, d_sink)`; the gradient of kv is added into the fp32 buffer `dkv`. See `api.bwd`."""
+    call = _check_backward(
+        q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink
+    )
+    dq, _, d_sink = dispatch.backward(call, sm_scale, deterministic, backend, config)
+    return dq, _d_sink_output(q, d_sink)
+
+
+@bwd_add_op.register_fake
+def _(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
+    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_backward(q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink)
+    return q.new_empty(q.shape), _fake_d_sink(q, attn_sink)
+
+
+def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:
+    # An op cannot return None; an empty tensor stands for it.
+    return q.new_empty(0, dtype=torch.float32) if d_sink is None else d_sink
+
+
+def _fake_d_sink(q: Tensor, attn_sink: Tensor | None) -> Tensor:
+    return q.new_empty(0 if attn_sink is None else q.shape[-2], dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, kv, indices, q_positions, topk_length, attn_sink, ctx.sm_scale, _, ctx.causal, ctx.config, ctx.backend = inputs
+    ctx.save_for_backward(q, kv, indices, q_positions, topk_length, attn_sink, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    q, kv, indices, q_positions, topk_length, attn_sink, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif not validation.rows_readable(dout):
+        # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
+        dout = dout.contiguous()
+    dq, dkv, d_sink = bwd_op(
+        q, kv, out, dout, indices, lse, dlse, q_positions, topk_length, attn_sink, ctx.sm_scale, ctx.causal,
+        torch.are_deterministic_algorithms_enabled(), None, ctx.config, ctx.backend,
+    )  # fmt: skip
+    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 5
+
+
+fwd_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,111 @@
+"""Kernel configurations: what a caller may set, and the measured table that fills in the rest.
+
+Every row of the table says why it is there and which measurement chose it; `explain` prints the row that was used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+
+from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from .problem import MAX_HEADS_PER_GROUP, Problem
+
+THREAD_COUNTS = (128, 256, 384, 512)
+
+
+@dataclass(frozen=True)
+class SparseAttentionConfig:
+    """Tuning choices of one call; a field left at `None` comes from the measured table.
+
+    Fields: `fwd_backend` (backend of the forward when it should differ from the call's), `fwd_threads`,
+    `bwd_threads` (threads per CTA), `fwd_stages`, `bwd_stages` (KV buffers in flight), `fwd_block_k`, `bwd_block_k`
+    (slots per step), `bwd_split_store` (parts in which a step's dKV is staged and added), `tokens_per_tile`
+    (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries).
+    """
+
+    fwd_backend: str | None = None
+    fwd_threads: int | None = None
+    fwd_stages: int | None = None
+    fwd_block_k: int | None = None
+    bwd_threads: int | None = None
+    bwd_stages: int | None = None
+    bwd_block_k: int | None = None
+    bwd_split_store: int | None = None
+    tokens_per_tile: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, name = getattr(self, field.name), f"config.{field.name}"
+            if value is None:
+                continue
+            if field.name == "fwd_backend":
+                if not isinstance(value, str):
+                    raise ArgumentTypeError(name, "must be a backend's name or None", type(value).__name__)
+            elif isinstance(value, bool) or not isinstance(value, int):
+                raise ArgumentTypeError(name, "must be an int or None", type(value).__name__)
+            elif value < 1:
+                raise ArgumentValueError(name, "must be at least 1", value)
+            elif field.name.endswith("_threads") and value not in THREAD_COUNTS:
+                raise ArgumentValueError(name, f"must be one of {THREAD_COUNTS}", value)
+
+    def encode(self) -> str:
+        """Canonical text of the fields that are set (custom ops carry it as an argument)."""
+        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
+
+    def filled_from(self, defaults: SparseAttentionConfig) -> SparseAttentionConfig:
+        """Fields left at `None` taken from `defaults`."""
+        missing = {f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None}
+        return replace(self, **missing)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in asdict(self).items() if v is not None) or "defaults"
+
+
+@cache
+def decode(text: str) -> SparseAttentionConfig:
+    """Inverse of `SparseAttentionConfig.encode`."""
+    return SparseAttentionConfig(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """One row of the table: where it holds, what it sets, why, and the figure that chose it."""
+
+    architecture: str
+    D: tuple[int, ...]
+    heads: tuple[int, int]
+    config: SparseAttentionConfig
+    reason: str
+    figure: str
+
+    def holds_for(self, architecture: str, problem: Problem) -> bool:
+        low, high = self.heads
+        return (
+            architecture == self.architecture
+            and (not self.D or problem.D in self.D)
+            and low <= problem.heads_per_group <= high
+        )
+
+
+TABLE: tuple[ConfigRow, ...] = (
+    ConfigRow(
+        "reference", (), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
+        reason="plain torch; a chunk of tokens is sized by memory, not by this table",
+        figure="none needed",
+    ),
+)  # fmt: skip
+
+
+def choose(
+    architecture: str, problem: Problem, config: SparseAttentionConfig
+) -> tuple[SparseAttentionConfig, ConfigRow]:
+    """The caller's config with the first matching row's values filled in, and that row."""
+    for row in TABLE:
+        if row.holds_for(architecture, problem):
+            return config.filled_from(row.config), row
+    raise UnsupportedError(
+        f"no kernel config for {architecture} at D = {problem.D} with {problem.heads_per_group} heads per group; "
+        "backend='reference' runs it"
+    )

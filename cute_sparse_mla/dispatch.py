@@ -1,0 +1,201 @@
+"""From a checked call to a backend: the choice by device, lazy imports, and nothing else.
+
+Import direction: `api` -> `autograd` -> `dispatch` -> one backend. A backend never imports another, nor the front-end.
+A named backend is used or refused with the reason; it is never replaced by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import config as config_table
+from . import env, reference
+from .config import ConfigRow, SparseAttentionConfig
+from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
+from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
+from .validation import BackwardCall, Call
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """A backend of compiled kernels: where its code lives, what it runs on, and what it needs installed."""
+
+    name: str
+    module: str
+    capabilities: str
+    runs_on: Callable[[tuple[int, int]], bool]
+    requires: str
+    extra: str
+
+
+KERNEL_BACKENDS = (
+    KernelBackend("sm90", "hopper", "9.x (Hopper)", lambda c: c[0] == 9, "tilelang", "hopper"),
+    KernelBackend(
+        "sm100", "sm100", "10.0 or 10.3 (Blackwell)", lambda c: c in ((10, 0), (10, 3)), "cutlass", "blackwell"
+    ),
+)
+BACKENDS = (REFERENCE, *(b.name for b in KERNEL_BACKENDS))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a call, and why."""
+
+    backend: str
+    config: SparseAttentionConfig
+    row: ConfigRow
+    reason: str
+    warning: str = ""
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+def choose(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
+) -> Choice:
+    """Backend and config of a call on a device of this type and compute capability; raises what the contract says."""
+    name, reason, warning = _backend_of(device_type, capability, backend)
+    _check_config(name, config)
+    if name != REFERENCE:
+        _require_kernels(name, problem)
+    filled, row = config_table.choose(name, problem, config)
+    choice = Choice(name, filled, row, reason, warning)
+    if name != REFERENCE and not problem.is_empty:
+        load(name).check(problem, filled)
+    return choice
+
+
+def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: str) -> tuple[str, str, str]:
+    """`(backend, reason, warning)`."""
+    where = f"compute capability {capability[0]}.{capability[1]}" if capability else f"device type {device_type}"
+    if wished and wished not in BACKENDS:
+        raise ArgumentValueError("backend", f"must be one of {', '.join(BACKENDS)}", repr(wished))
+    if wished == REFERENCE:
+        return wished, "named by the caller", ""
+    fitting = next((b for b in KERNEL_BACKENDS if capability and b.runs_on(capability)), None)
+    if wished:
+        if fitting is None or fitting.name != wished:
+            named = next(b for b in KERNEL_BACKENDS if b.name == wished)
+            works = fitting.name if fitting else REFERENCE
+            raise UnsupportedError(
+                f"backend '{wished}' needs compute capability {named.capabilities}; the tensors are on {where}. "
+                f"backend='{works}' runs there"
+            )
+        return wished, "named by the caller", ""
+    if fitting is not None:
+        return fitting.name, f"{where} runs the {fitting.name} kernels", ""
+    if device_type == "cpu":
+        return REFERENCE, "a CPU runs the reference", ""
+    warning = f"no kernels for {where}: cute_sparse_mla runs its plain torch reference there, which is slow"
+    return REFERENCE, f"no kernels for {where}", warning
+
+
+def _check_config(name: str, config: SparseAttentionConfig) -> None:
+    if config.fwd_backend not in (None, name):
+        raise UnsupportedError(f"config.fwd_backend = '{config.fwd_backend}' cannot be combined with backend '{name}'")
+    if name == REFERENCE and config.tokens_per_tile not in (None, 1):
+        raise UnsupportedError("the reference works token by token: config.tokens_per_tile must be None or 1")
+
+
+def _require_kernels(name: str, problem: Problem) -> None:
+    backend = next(b for b in KERNEL_BACKENDS if b.name == name)
+    if (problem.D, problem.d_v) not in KERNEL_DIMS:
+        raise UnsupportedError(
+            f"the {name} kernels take (D, d_v) in {list(KERNEL_DIMS)}, not ({problem.D}, {problem.d_v}); pad q and kv "
+            f"with zero columns to D = 512 or 576, or pass backend='{REFERENCE}'"
+        )
+    if problem.dtype not in KERNEL_DTYPES:
+        raise UnsupportedError(f"the {name} kernels take bfloat16 and float16, not {problem.dtype}")
+    if not env.is_installed(f"{env.PACKAGE}.{backend.module}"):
+        raise UnsupportedError(f"this version has no {name} kernels; backend='{REFERENCE}' runs anywhere")
+    if not env.is_installed(backend.requires):
+        raise MissingDependencyError(
+            f"the {name} kernels need the package '{backend.requires}': pip install '{env.PACKAGE}[{backend.extra}]'"
+        )
+
+
+def load(name: str) -> ModuleType:
+    """The module of a kernel backend, imported on first use."""
+    backend = next(b for b in KERNEL_BACKENDS if b.name == name)
+    return importlib.import_module(f"{env.PACKAGE}.{backend.module}")
+
+
+_warned: set[str] = set()
+
+
+def _choose_for(call: Call, backend: str, config_text: str) -> Choice:
+    device = call.q.device
+    choice = choose(call.problem, device.type, env.capability(device), backend, config_table.decode(config_text))
+    if choice.warning and choice.warning not in _warned:
+        _warned.add(choice.warning)
+        warnings.warn(choice.warning, RuntimeWarning, stacklevel=2)
+    return choice
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    # Kernels launch on the tensors' device, whatever device is current.
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Tensor, Tensor]:
+    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched)."""
+    problem = call.problem
+    choice = _choose_for(call, backend, config)
+    options: dict[str, Any] = dict(
+        sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
+    )
+    with _on_device(call.q.device):
+        if choice.backend == REFERENCE or problem.is_empty:
+            out, lse, _ = reference.forward(
+                call.q, call.kv, call.indices, d_v=problem.d_v, causal=problem.causal, **options
+            )
+        else:
+            out, lse = load(choice.backend).fwd(problem, choice.config, call.q, call.kv, call.indices, **options)
+    return (out[0], lse[0]) if problem.packed else (out, lse)
+
+
+def backward(
+    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
+    problem = call.problem
+    choice = _choose_for(call, backend, config)
+    options: dict[str, Any] = dict(
+        sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
+        attn_sink=call.attn_sink, dkv=call.dkv, dkv_dtype=call.dkv_dtype, deterministic=deterministic,
+    )  # fmt: skip
+    tensors = (call.q, call.kv, call.out, call.dout, call.indices, call.lse)
+    with _on_device(call.q.device):
+        if choice.backend == REFERENCE or problem.is_empty:
+            dq, dkv, d_sink, _ = reference.backward(*tensors, causal=problem.causal, **options)
+        else:
+            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
+    return (dq[0], dkv[0], d_sink) if problem.packed else (dq, dkv, d_sink)
+
+
+def warmup(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str,
+    config: SparseAttentionConfig, include_backward: bool,
+) -> Choice:  # fmt: skip
+    """Compile what a call like `problem` would need, without data."""
+    # A placeholder length: kernels are compiled for any B, S, S_kv and K.
+    problem = replace(problem, B=1, S=1, S_kv=1, K=1)
+    choice = choose(problem, device_type, capability, backend, config)
+    if choice.backend != REFERENCE:
+        load(choice.backend).warmup(problem, choice.config, include_backward)
+    return choice

@@ -1,0 +1,75 @@
+"""Facts about this installation and machine: versions, devices, and sources that are not installed."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE_DIR = Path(__file__).resolve().parent
+# Sub-packages that live beside the package in a checkout and inside it once installed.
+_MAPPED = ("hopper", "bench")
+
+
+class _CheckoutFinder(importlib.abc.MetaPathFinder):
+    """Finds the mapped sub-packages of an uninstalled checkout: GPU machines often have no registry to install from."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        parent, _, name = fullname.rpartition(".")
+        if parent != PACKAGE or name not in _MAPPED:
+            return None
+        folder = _PACKAGE_DIR.parent / name
+        return importlib.util.spec_from_file_location(
+            fullname, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+
+
+def support_checkout() -> None:
+    """Make `cute_sparse_mla.hopper` and `.bench` importable when the package is used from its source tree."""
+    in_checkout = (_PACKAGE_DIR.parent / "pyproject.toml").is_file() and not (_PACKAGE_DIR / _MAPPED[0]).exists()
+    if in_checkout and not any(type(f).__name__ == _CheckoutFinder.__name__ for f in sys.meta_path):
+        sys.meta_path.append(_CheckoutFinder())
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, `None` for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """The device's own name, such as `NVIDIA H200`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} ({torch.get_num_threads()} threads)"
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Versions of Python, torch, CUDA and the named distributions that are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in (PACKAGE, *distributions):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

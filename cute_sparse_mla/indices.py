@@ -1,0 +1,234 @@
+"""What callers need to build rows of `indices`: windows, documents, causal ranges, top-k selection, overlap.
+
+All functions work on the device of their inputs and never read device data on the host. Rows are int32 row numbers of
+`kv`, padded with -1. Packed tokens are described by `cu_seqlens [documents + 1]` (int32 or int64, non-decreasing, from
+0 to the token count, empty documents allowed), as in FlashAttention's variable-length calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentTypeError, ArgumentValueError
+
+INVALID = -1
+# Scores of one chunk of queries against all rows stay near this size.
+CHUNK_BYTES = 256 << 20
+
+
+# -- documents and ranges ------------------------------------------------------------------------------------------
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ArgumentTypeError(
+            name, "must be an int32 or int64 tensor", getattr(cu_seqlens, "dtype", type(cu_seqlens))
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ArgumentValueError(name, "must be [documents + 1] with at least one document", list(cu_seqlens.shape))
+
+
+def _check_count(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(name, "must be an int", type(value).__name__)
+    if value < low:
+        raise ArgumentValueError(name, f"must be at least {low}", value)
+
+
+def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """First kv row of the document that holds each row number in `positions` (any shape), same dtype."""
+    _check_cu_seqlens("cu_seqlens", cu_seqlens)
+    return cu_seqlens[_document_of(positions, cu_seqlens)].to(positions.dtype)
+
+
+def _document_of(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    # right=True steps over empty documents: the last one that starts at or before the position holds it.
+    found = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype).contiguous(), right=True) - 1
+    return found.clamp_(0, cu_seqlens.numel() - 2)
+
+
+def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tensor | None = None,
+                  device: torch.device | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The kv rows `[start, stop)` that each of T packed tokens may attend to: its document up to itself.
+
+    Args:
+        T: number of query tokens.
+        cu_seqlens: documents in kv rows; `None` is a single document from row 0.
+        q_positions: `[T]` kv row of each query token (default `0..T-1`); pass it when queries are a part of the
+            tokens, as in context parallelism.
+        device: where to build when neither tensor says so.
+
+    Returns: `(start, stop)`, both int32 `[T]`.
+    """
+    _check_count("T", T, 0)
+    if q_positions is None:
+        like = cu_seqlens if cu_seqlens is not None else torch.empty(0, device=device)
+        q_positions = torch.arange(T, device=like.device, dtype=torch.int32)
+    elif tuple(q_positions.shape) != (T,):
+        raise ArgumentValueError("q_positions", f"shape must be [T] = [{T}]", list(q_positions.shape))
+    starts = torch.zeros_like(q_positions) if cu_seqlens is None else document_starts(q_positions, cu_seqlens)
+    return starts.int(), (q_positions + 1).int()
+
+
+def range_rows(start: Tensor, stop: Tensor, K: int) -> Tensor:
+    """All rows of each range, `[..., K]` int32: `start, start + 1, ..., stop - 1`, then -1; cut off at K."""
+    _check_count("K", K, 0)
+    rows = start[..., None] + torch.arange(K, device=start.device, dtype=start.dtype)
+    return rows.masked_fill(rows >= stop[..., None], INVALID).int()
+
+
+def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None) -> Tensor:
+    """Rows counted from each token's document start to rows of the packed kv.
+
+    Args:
+        indices: `[T, K]` or `[T, G, K]`, int32 or int64, local rows; anything below 0 is invalid.
+        start: `[T]` first kv row of each token's document (`causal_ranges` or `document_starts`).
+        length: `[T]` rows of that document; local rows at or past it become invalid. Without it, a local row past the
+            end of its document would reach into the next one.
+
+    Returns: global rows as `indices`, -1 where invalid.
+    """
+    shape = (-1,) + (1,) * (indices.dim() - 1)
+    valid = indices >= 0
+    if length is not None:
+        valid &= indices < length.view(shape)
+    return (indices + start.view(shape).to(indices.dtype)).masked_fill_(~valid, INVALID)
+
+
+# -- windows and padding -------------------------------------------------------------------------------------------
+
+
+def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The last `window` rows up to each position: `[..., window]` int32, oldest first, -1 outside the document."""
+    _check_count("window", window, 1)
+    rows = q_positions[..., None] + torch.arange(1 - window, 1, device=q_positions.device, dtype=q_positions.dtype)
+    starts = 0 if cu_seqlens is None else document_starts(q_positions, cu_seqlens)[..., None]
+    return rows.masked_fill(rows < starts, INVALID).int()
+
+
+def compressed_positions(q_positions: Tensor, ratio: int) -> Tensor:
+    """Causal bounds in rows of a KV compressed `ratio` to one: only whole compressed blocks up to the position count.
+
+    May be -1 (no block is complete yet). DeepSeek-V4's compressed layers.
+    """
+    _check_count("ratio", ratio, 1)
+    return (q_positions + 1) // ratio - 1
+
+
+def window_and_selected(window_rows: Tensor, selected: Tensor, selected_offset: int = 0) -> Tensor:
+    """One row of slots per token from a window and a selection (DeepSeek-V4): `[..., W + K]`.
+
+    Args:
+        window_rows: `[..., W]`, rows of the window part, -1 padded (`sliding_window`).
+        selected: `[..., K]`, rows of the selected part, -1 padded (`select_topk`).
+        selected_offset: first kv row of the selected part, when kv is the concatenation of uncompressed rows and
+            compressed ones; 0 when both parts index the same rows. A row that stands in both parts counts twice.
+    """
+    _check_count("selected_offset", selected_offset, 0)
+    return torch.cat([window_rows, torch.where(selected < 0, INVALID, selected + selected_offset)], dim=-1)
+
+
+def pad_slots(indices: Tensor, multiple: int) -> Tensor:
+    """`indices [..., K]` with -1 appended until K is a multiple. Ours never needs it; other kernels do."""
+    _check_count("multiple", multiple, 1)
+    return torch.nn.functional.pad(indices, (0, -indices.shape[-1] % multiple), value=INVALID)
+
+
+# -- selection -----------------------------------------------------------------------------------------------------
+
+
+def select_topk(
+    iq: Tensor, ik: Tensor, weights: Tensor, k: int, cu_seqlens: Tensor | None = None,
+    q_positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal top-k rows of the lightning indexer, `score[t, s] = sum_h weights[t, h] relu(iq[t, h] . ik[s])`.
+
+    Args:
+        iq: `[T, H_i, d]` indexer queries.
+        ik: `[S_kv, d]` indexer keys, one per kv row.
+        weights: `[T, H_i]` head weights.
+        k: slots per row; rows with fewer candidates are padded with -1.
+        cu_seqlens: documents in kv rows; a token only selects from the document that holds its position.
+        q_positions: `[T]` kv row of each token, the last it may select (default `t + S_kv - T`; may be negative).
+
+    Returns: int32 `[T, k]`, global rows in falling order of score. Scores are fp32 (float64 for float64 inputs); ties
+    are broken by torch.topk. Memory is bounded by chunks over tokens.
+
+    Source: DeepSeek-V3.2, lightning indexer.
+    """
+    _check_indexer(iq, ik, weights, k)
+    T, heads, _ = iq.shape
+    S_kv = ik.shape[0]
+    if q_positions is None:
+        q_positions = torch.arange(T, device=iq.device) + (S_kv - T)
+    elif tuple(q_positions.shape) != (T,):
+        raise ArgumentValueError("q_positions", f"shape must be [T] = [{T}]", list(q_positions.shape))
+    start, stop = causal_ranges(T, cu_seqlens, q_positions=q_positions)
+    compute = torch.float64 if iq.dtype == torch.float64 else torch.float32
+    keys = ik.to(compute)
+    row_number = torch.arange(S_kv, device=iq.device)
+    rows = torch.full((T, k), INVALID, dtype=torch.int32, device=iq.device)
+    take = min(k, S_kv)
+    step = max(1, CHUNK_BYTES // max((heads + 3) * S_kv * compute.itemsize, 1))
+    for first in range(0, T if take else 0, step):
+        chunk = slice(first, first + step)
+        logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
+        scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
+        outside = (row_number < start[chunk, None]) | (row_number >= stop[chunk, None])
+        best = scores.masked_fill_(outside, float("-inf")).topk(take, dim=-1)
+        rows[chunk, :take] = best.indices.int().masked_fill_(best.values == float("-inf"), INVALID)
+    return rows
+
+
+def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
+    for name, tensor, rank, letters in (
+        ("iq", iq, 3, "[T, H_i, d]"),
+        ("ik", ik, 2, "[S_kv, d]"),
+        ("weights", weights, 2, "[T, H_i]"),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(name, "must be a torch.Tensor", type(tensor).__name__)
+        if tensor.dim() != rank:
+            raise ArgumentValueError(name, f"must be {letters}", f"shape {list(tensor.shape)}")
+        if tensor.device != iq.device:
+            raise ArgumentValueError(name, f"must be on iq's device {iq.device}", tensor.device)
+    if ik.shape[1] != iq.shape[2]:
+        raise ArgumentValueError("ik", f"last dimension must be iq's d = {iq.shape[2]}", list(ik.shape))
+    if weights.shape != iq.shape[:2]:
+        raise ArgumentValueError("weights", f"shape must be [T, H_i] = {list(iq.shape[:2])}", list(weights.shape))
+    _check_count("k", k, 0)
+
+
+# -- overlap -------------------------------------------------------------------------------------------------------
+
+
+def union_ratios(indices: Tensor, S_kv: int, groups: Sequence[int] = (2, 4, 8, 16)) -> dict[int, float]:
+    """Mean size of the union of n neighbouring tokens' rows over the mean number of valid slots of a token.
+
+    Args:
+        indices: `[T, K]`; entries outside `0..S_kv-1` do not count.
+        S_kv: number of kv rows.
+        groups: numbers of neighbouring tokens; groups start at multiples of n, a last partial group is left out.
+
+    Returns: ratio per n (between 1 and n); NaN where no group is complete or no slot valid. Reads its result on the
+    host: for reports, not for the hot path.
+    """
+    T = indices.shape[0]
+    ratios = {}
+    step = max(1, CHUNK_BYTES // max(S_kv, 1))
+    for n in groups:
+        complete = T // n
+        union = slots = 0
+        for first in range(0, complete, step):
+            count = min(step, complete - first)
+            rows = indices[first * n : (first + count) * n].long().view(count, -1)
+            valid = (rows >= 0) & (rows < S_kv)
+            seen = torch.zeros(count, S_kv + 1, dtype=torch.bool, device=indices.device)
+            seen.scatter_(1, rows.masked_fill(~valid, S_kv), True)
+            union += int(seen[:, :S_kv].sum())
+            slots += int(valid.sum())
+        ratios[n] = union * n / slots if slots else float("nan")
+    return ratios

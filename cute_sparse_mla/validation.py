@@ -1,0 +1,330 @@
+"""Every check of arguments, once, at the door: before a backend is chosen and before anything is compiled.
+
+The checks read shapes, strides, dtypes and addresses only, never device data. Each message names the argument, the
+rule and what came. Nothing here uses `assert`, so `python -O` changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import SparseAttentionConfig
+from .errors import ArgumentTypeError, ArgumentValueError
+from .problem import KERNEL_DTYPES, MAX_HEADS_PER_GROUP, MaybeTensor, Problem, default_d_v, default_scale
+
+ROW_ALIGNMENT = 16  # bytes
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: its facts and its tensors as batched views (a packed call gets a leading axis of 1)."""
+
+    problem: Problem
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    q_positions: Tensor | None
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+
+
+@dataclass(frozen=True)
+class BackwardCall(Call):
+    """A checked backward call; `dkv` is the caller's fp32 buffer or `None`, `dkv_dtype` what is returned."""
+
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    dkv: Tensor | None
+    dkv_dtype: torch.dtype
+
+
+# -- scalars and flags, normalised once in the front-end ----------------------------------------------------------
+
+
+def scale(sm_scale: Any, D: int) -> float:
+    """`sm_scale` as a Python float; `None` is `D ** -0.5`. A CUDA tensor is refused: reading it would synchronise."""
+    rule = "must be a finite number >= 0 (Python or numpy scalar, or a 0-dim CPU tensor)"
+    if sm_scale is None:
+        return default_scale(D)
+    if isinstance(sm_scale, Tensor):
+        if sm_scale.device.type != "cpu":
+            raise ArgumentTypeError("sm_scale", f"{rule}: reading a device tensor would synchronise", sm_scale.device)
+        if sm_scale.dim() != 0 or sm_scale.is_complex() or sm_scale.dtype == torch.bool:
+            raise ArgumentTypeError("sm_scale", rule, f"a tensor of shape {list(sm_scale.shape)}, {sm_scale.dtype}")
+        if sm_scale.requires_grad:
+            raise ArgumentTypeError("sm_scale", f"{rule}; it gets no gradient", "a tensor that requires grad")
+        sm_scale = sm_scale.item()
+    if isinstance(sm_scale, bool) or not _is_real(sm_scale):
+        raise ArgumentTypeError("sm_scale", rule, type(sm_scale).__name__)
+    value = float(sm_scale)
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentValueError("sm_scale", rule, value)
+    return value
+
+
+def _is_real(value: object) -> bool:
+    # numpy's float16 and float32 are not registered as Real, but carry the protocol.
+    return isinstance(value, Real) or (hasattr(value, "__float__") and getattr(value, "shape", None) == ())
+
+
+def flag(name: str, value: Any) -> bool:
+    """A real `bool`; a truthy something else is a mistake more often than a wish."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(name, "must be True or False", type(value).__name__)
+    return value
+
+
+def value_width(d_v: Any, D: int) -> int:
+    """`d_v`, or 512 at D 512 and 576 when it is not given."""
+    if d_v is None:
+        d_v = default_d_v(D)
+        if d_v is None:
+            raise ArgumentValueError("d_v", f"must be given when D is not 512 or 576 (D = {D})", None)
+    if isinstance(d_v, bool) or not isinstance(d_v, Integral):
+        raise ArgumentTypeError("d_v", "must be an int", type(d_v).__name__)
+    width = int(d_v)
+    if not 1 <= width <= D:
+        raise ArgumentValueError("d_v", f"must lie in 1..D = {D}", width)
+    return width
+
+
+def encoded_config(config: Any) -> str:
+    """The caller's config as text for the custom op."""
+    if config is None:
+        return "{}"
+    if not isinstance(config, SparseAttentionConfig):
+        raise ArgumentTypeError("config", "must be a SparseAttentionConfig or None", type(config).__name__)
+    return config.encode()
+
+
+def backend_name(backend: Any) -> str:
+    """The wished backend's name, `""` for the device's own."""
+    if backend is None:
+        return ""
+    if not isinstance(backend, str) or not backend:
+        raise ArgumentTypeError("backend", "must be a backend's name or None", repr(backend))
+    return backend
+
+
+def no_plan(plan: Any) -> None:
+    """Token-group plans are not available yet; a wrong one must not be silently ignored."""
+    if plan is not None:
+        raise ArgumentTypeError("plan", "must be None: this version has no token-group plans", type(plan).__name__)
+
+
+def tensors(optional: tuple[str, ...] = (), **named: Any) -> None:
+    """Everything named is a tensor; only those in `optional` may be `None`."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor) and not (value is None and name in optional):
+            raise ArgumentTypeError(name, "must be a torch.Tensor", type(value).__name__)
+
+
+# -- one line per tensor and property ------------------------------------------------------------------------------
+
+
+def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], why: str = "") -> None:
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ArgumentTypeError(name, f"dtype must be {names}{why}", tensor.dtype)
+
+
+def _shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ArgumentValueError(name, f"shape must be [{letters}] = {list(expected)}", list(tensor.shape))
+
+
+def _device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ArgumentValueError(name, f"must be on q's device {device}", tensor.device)
+    if tensor.layout != torch.strided:
+        raise ArgumentTypeError(name, "must be a dense (strided) tensor", tensor.layout)
+
+
+def _layout_fault(tensor: Tensor, pointers: bool) -> tuple[str, object] | None:
+    """The first rule of the row layout that a tensor breaks, or `None`: (rule, what came)."""
+    if 0 in tensor.shape:
+        return None
+    shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
+    if shape[-1] > 1 and strides[-1] != 1:
+        return "last dimension must be contiguous (stride 1)", f"strides {strides}"
+    for length, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if length == 1:
+            continue
+        if stride == 0:
+            return "must not be expanded (stride 0): its rows are read in place", f"strides {strides}"
+        if stride * size % ROW_ALIGNMENT:
+            return f"rows must start on {ROW_ALIGNMENT} bytes", f"strides {strides} of {size}-byte elements"
+    if pointers and tensor.data_ptr() % ROW_ALIGNMENT:
+        return f"rows must start on {ROW_ALIGNMENT} bytes", f"an address {tensor.data_ptr() % ROW_ALIGNMENT} bytes past"
+    return None
+
+
+def _has_address(tensor: Tensor) -> bool:
+    # Fake and functional tensors (torch.compile, AOT autograd) and the meta device have no memory to look at.
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+
+
+def rows_readable(tensor: Tensor) -> bool:
+    """Whether a tensor can be read in place under the row layout of the contract."""
+    return _layout_fault(tensor, _has_address(tensor)) is None
+
+
+def _layout(name: str, tensor: Tensor) -> None:
+    fault = _layout_fault(tensor, _has_address(tensor))
+    if fault is not None:
+        raise ArgumentValueError(name, *fault)
+
+
+def _kv_strides(kv: Tensor) -> None:
+    """B, S_kv and G strides are multiples of the smallest: rows are then one flat table for a tensor map."""
+    if 0 in kv.shape:
+        return
+    strides = [s for length, s in zip(kv.shape[:-1], kv.stride()[:-1], strict=True) if length > 1]
+    if strides and any(s % min(strides) for s in strides):
+        rule = "its B, S_kv and G strides must be multiples of the smallest of them"
+        raise ArgumentValueError("kv", rule, f"strides {kv.stride()}")
+
+
+# -- whole calls ---------------------------------------------------------------------------------------------------
+
+
+def _batched(tensor: MaybeTensor, packed: bool) -> MaybeTensor:
+    return tensor.unsqueeze(0) if packed and tensor is not None else tensor
+
+
+def _ranks(q: Tensor, kv: Tensor, indices: Tensor) -> bool:
+    """Check ranks; `True` for a packed call."""
+    if q.dim() not in (3, 4):
+        raise ArgumentValueError("q", "must be [B, S, H, D] or packed [T, H, D]", f"shape {list(q.shape)}")
+    packed = q.dim() == 3
+    if kv.dim() != q.dim():
+        letters = "[T_kv, G, D] (q is packed)" if packed else "[B, S_kv, G, D] (q is batched)"
+        raise ArgumentValueError("kv", f"must be {letters}", f"shape {list(kv.shape)}")
+    if indices.dim() not in (q.dim(), q.dim() - 1):
+        letters = "[T, G, K]" if packed else "[B, S, G, K]"
+        raise ArgumentValueError("indices", f"must be {letters}", f"shape {list(indices.shape)}")
+    if indices.dim() == q.dim() - 1 and kv.shape[-2] != 1:
+        rule = f"may leave out its G axis only when kv has one group (G = {kv.shape[-2]})"
+        raise ArgumentValueError("indices", rule, f"shape {list(indices.shape)}")
+    return packed
+
+
+def forward(
+    q: Tensor, kv: Tensor, indices: Tensor, *, d_v: int, causal: bool,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+) -> Call:  # fmt: skip
+    """Check the tensors that forward and backward share."""
+    packed = _ranks(q, kv, indices)
+    _dtype("q", q, KERNEL_DTYPES)
+    _dtype("kv", kv, (q.dtype,), " as q")
+    _dtype("indices", indices, INDEX_DTYPES)
+    named: dict[str, Tensor | None] = {"q": q, "kv": kv, "indices": indices}
+    named |= {"q_positions": q_positions, "topk_length": topk_length, "attn_sink": attn_sink}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _device(name, tensor, q.device)
+
+    if indices.dim() == q.dim() - 1:
+        indices = indices.unsqueeze(-2)
+    lead, (H, D), K = tuple(q.shape[:-2]), q.shape[-2:], indices.shape[-1]
+    prefix = "T" if packed else "B, S"
+    if D < 1 or H < 1:
+        raise ArgumentValueError("q", "must have at least one head and one column", f"shape {list(q.shape)}")
+    S_kv, G = kv.shape[-3:-1]
+    if G < 1 or H % G:
+        raise ArgumentValueError("kv", f"its group count must divide q's head count {H}", f"G = {G}")
+    if H // G > MAX_HEADS_PER_GROUP:
+        raise ArgumentValueError("q", f"must have at most {MAX_HEADS_PER_GROUP} heads per group", f"{H} / {G}")
+    kv_shape = (S_kv, G, D) if packed else (lead[0], S_kv, G, D)
+    _shape("kv", kv, kv_shape, "T_kv, G, D" if packed else "B, S_kv, G, D")
+    _shape("indices", indices, (*lead, G, K), f"{prefix}, G, K")
+    value_width(d_v, D)
+    _layout("q", q)
+    _layout("kv", kv)
+    _kv_strides(kv)
+
+    if topk_length is not None:
+        _dtype("topk_length", topk_length, (torch.int32,))
+        _shape("topk_length", topk_length, lead, prefix)
+    if q_positions is not None:
+        if not causal:
+            raise ArgumentValueError("q_positions", "has no effect without causal=True", f"causal={causal}")
+        _dtype("q_positions", q_positions, INDEX_DTYPES)
+        _shape("q_positions", q_positions, lead, prefix)
+    if attn_sink is not None:
+        _dtype("attn_sink", attn_sink, (torch.float32,))
+        _shape("attn_sink", attn_sink, (H,), "H")
+
+    B, S = (1, lead[0]) if packed else lead
+    problem = Problem(
+        B, S, S_kv, H, G, K, D, d_v, q.dtype, indices.dtype, causal,
+        attn_sink is not None, topk_length is not None, q_positions is not None, packed,
+    )  # fmt: skip
+    return Call(
+        problem, _batched(q, packed), _batched(kv, packed), _batched(indices, packed),
+        _batched(q_positions, packed), _batched(topk_length, packed), attn_sink,
+    )  # fmt: skip
+
+
+def backward(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, *,
+    dlse: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, causal: bool,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+) -> BackwardCall:  # fmt: skip
+    """Check a backward call; `d_v` is the width of `out`."""
+    if out.dim() != q.dim():
+        raise ArgumentValueError("out", "must have q's rank", f"shape {list(out.shape)}")
+    d_v = out.shape[-1]
+    if not 1 <= d_v <= q.shape[-1]:
+        raise ArgumentValueError("out", f"its last dimension d_v must lie in 1..D = {q.shape[-1]}", d_v)
+    call = forward(
+        q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
+    )
+    packed, H = call.problem.packed, call.problem.H
+    lead, prefix = tuple(q.shape[:-2]), "T" if q.dim() == 3 else "B, S"
+    for name, tensor in {"out": out, "dout": dout}.items():
+        _device(name, tensor, q.device)
+        _dtype(name, tensor, (q.dtype,), " as q")
+        _shape(name, tensor, (*lead, H, d_v), f"{prefix}, H, d_v")
+        _layout(name, tensor)
+    row_terms: dict[str, Tensor | None] = {"lse": lse, "dlse": dlse}
+    for name, term in row_terms.items():
+        if term is None:
+            continue
+        _device(name, term, q.device)
+        _dtype(name, term, (torch.float32,))
+        _shape(name, term, (*lead, H), f"{prefix}, H")
+    returned = _dkv_dtype(kv, dkv, dkv_dtype)
+    return BackwardCall(
+        call.problem, call.q, call.kv, call.indices, call.q_positions, call.topk_length, call.attn_sink,
+        _batched(out, packed), _batched(dout, packed), _batched(lse, packed), _batched(dlse, packed),
+        _batched(dkv, packed), returned,
+    )  # fmt: skip
+
+
+def _dkv_dtype(kv: Tensor, dkv: Tensor | None, dkv_dtype: torch.dtype | None) -> torch.dtype:
+    """Check the caller's buffer and the wished dtype of dkv; what is returned."""
+    if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
+        raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
+    if dkv_dtype not in (None, kv.dtype, torch.float32):
+        raise ArgumentTypeError("dkv_dtype", f"must be kv's dtype {kv.dtype} or float32", dkv_dtype)
+    if dkv is None:
+        return dkv_dtype or kv.dtype
+    _device("dkv", dkv, kv.device)
+    _dtype("dkv", dkv, (torch.float32,), ": gradients are added into it")
+    _shape("dkv", dkv, tuple(kv.shape), "as kv")
+    if not dkv.is_contiguous():
+        raise ArgumentValueError("dkv", "must be contiguous", f"strides {dkv.stride()}")
+    _layout("dkv", dkv)
+    if dkv_dtype not in (None, torch.float32):
+        raise ArgumentValueError("dkv_dtype", "must be None or float32 when dkv= is given", dkv_dtype)
+    return torch.float32

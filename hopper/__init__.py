@@ -1,0 +1,1 @@
+"""Hopper (SM90) kernels in TileLang; packaged as `cute_sparse_mla.hopper`."""
