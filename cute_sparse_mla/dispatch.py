@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -144,9 +144,15 @@ def _choose_for(call: Call, backend: str, config_text: str) -> Choice:
     return choice
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    # Kernels launch on the tensors' device, whatever device is current.
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    """The tensors' device, whatever device is current, and no autocast: an operator's roundings are its own."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 # -- running -------------------------------------------------------------------------------------------------------

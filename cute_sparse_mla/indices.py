@@ -175,8 +175,10 @@ def select_topk(
     step = max(1, CHUNK_BYTES // max((heads + 3) * S_kv * compute.itemsize, 1))
     for first in range(0, T if take else 0, step):
         chunk = slice(first, first + step)
-        logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
-        scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
+        # Autocast would compute the scores in 16 bits.
+        with torch.autocast(iq.device.type, enabled=False):
+            logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
+            scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
         outside = (row_number < start[chunk, None]) | (row_number >= stop[chunk, None])
         best = scores.masked_fill_(outside, float("-inf")).topk(take, dim=-1)
         rows[chunk, :take] = best.indices.int().masked_fill_(best.values == float("-inf"), INVALID)
