@@ -29,7 +29,7 @@ from torch import Tensor
 from . import autograd, dispatch, env, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
-from .errors import ArgumentTypeError, SparseMLAError
+from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError
 from .problem import MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
@@ -44,9 +44,9 @@ def _forward_arguments(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
     validation.no_plan(plan)
-    D = q.shape[-1] if q.dim() else 0
+    D = validation.row_width(q)
     return (
-        q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, max(D, 1)),
+        q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, D),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
         validation.backend_name(backend),
     )  # fmt: skip
@@ -199,7 +199,7 @@ def explain(
             q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink,
         )  # fmt: skip
         device_type = q.device.type if capability is None else "cuda"
-        found = env.capability(q.device) if capability is None else capability
+        found = env.capability(q.device) if capability is None else validation.capability(capability)
         choice = dispatch.choose(call.problem, device_type, found, name, config_table.decode(config_text))
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
@@ -225,8 +225,8 @@ def warmup(
 
     Raises: as `fwd`.
     """
-    if not 1 <= heads_per_group <= MAX_HEADS_PER_GROUP:
-        raise validation.ArgumentValueError("heads_per_group", f"must lie in 1..{MAX_HEADS_PER_GROUP}", heads_per_group)
+    heads = validation.count("heads_per_group", heads_per_group, MAX_HEADS_PER_GROUP, str(MAX_HEADS_PER_GROUP))
+    D = validation.count("D", D, 1 << 16, str(1 << 16))
     if dtype not in validation.KERNEL_DTYPES:
         raise ArgumentTypeError("dtype", "must be bfloat16 or float16", dtype)
     if index_dtype not in validation.INDEX_DTYPES:
@@ -234,10 +234,15 @@ def warmup(
     width = validation.value_width(d_v, D)
     wished = config_table.decode(validation.encoded_config(config))
     name = validation.backend_name(backend)
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    flavours = (causal,) if isinstance(causal, bool) else tuple(causal)
+    validation.flag("backward", backward)
+    try:
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
+    flavours = tuple(causal) if isinstance(causal, (list, tuple)) else (causal,)
     choices: list[dispatch.Choice] = []
     for flavour in flavours:
-        problem = Problem(1, 1, 1, heads_per_group, 1, 1, D, width, dtype, index_dtype, flavour)
+        validation.flag("causal", flavour)
+        problem = Problem(1, 1, 1, heads, 1, 1, D, width, dtype, index_dtype, flavour)
         choices.append(dispatch.warmup(problem, where.type, env.capability(where), name, wished, backward))
     return choices

@@ -103,6 +103,10 @@ def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: st
 
 
 def _check_config(name: str, config: SparseAttentionConfig) -> None:
+    if config.fwd_backend is not None and config.fwd_backend not in BACKENDS:
+        raise ArgumentValueError(
+            "config.fwd_backend", f"must be one of {', '.join(BACKENDS)}", repr(config.fwd_backend)
+        )
     if config.fwd_backend not in (None, name):
         raise UnsupportedError(f"config.fwd_backend = '{config.fwd_backend}' cannot be combined with backend '{name}'")
     if name == REFERENCE and config.tokens_per_tile not in (None, 1):
