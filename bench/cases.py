@@ -121,7 +121,8 @@ def _invalidate(case: Case, rows: Tensor, gen: torch.Generator) -> Tensor:
     if case.invalid == "out_of_range":
         values = [-1, -2, case.S_kv, case.S_kv + 5, 2**31 - 1, -(2**31)]
         values += [2**32 + 5, -(2**32) + 5] if case.index_dtype == torch.int64 else []
-        choice = torch.randint(0, len(values), rows.shape, generator=gen, device=device)
+        # In turn rather than at random: every one of them does occur.
+        choice = (mask.flatten().cumsum(0) % len(values)).view(rows.shape)
         filler = torch.tensor(values, device=device)[choice]
     return torch.where(mask, filler, rows).to(case.index_dtype)
 

@@ -100,9 +100,10 @@ def count(name: str, value: Any, high: int, limit: str) -> int:
     """An int in `1..high`, where `limit` is how the message calls `high`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(name, "must be an int", type(value).__name__)
-    if not 1 <= value <= high:
-        raise ArgumentValueError(name, f"must lie in 1..{limit}", value)
-    return int(value)
+    number = int(value)
+    if not 1 <= number <= high:
+        raise ArgumentValueError(name, f"must lie in 1..{limit}", number)
+    return number
 
 
 def capability(value: Any) -> tuple[int, int]:
