@@ -129,6 +129,10 @@ class Judge:
     def checks(self, got: Results) -> list[TensorCheck]:
         """Every tensor of `got` against the clause. A tensor that is `None` in `got` is left out."""
         oracle, budget = self.oracle, self.budget
+        for name, tensor, exact in zip(got._fields, got, oracle, strict=True):
+            # Differences would broadcast, and a wrong shape pass for a right one.
+            if tensor is not None and exact is not None and tensor.shape != exact.shape:
+                raise ValueError(f"{name}: shape {list(tensor.shape)} instead of {list(exact.shape)}")
         checks = [
             compare_rows(name, getattr(got, name), getattr(oracle, name), getattr(budget, name))
             for name in ("out", "dq", "dkv")
