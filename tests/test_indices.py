@@ -92,9 +92,7 @@ def test_sliding_window(documents: list[int] | None, window: int) -> None:
     positions = torch.tensor([[6, 0, 1], [2, 5, 3]])
     rows = indices.sliding_window(positions, window, None if documents is None else cu(documents))
     assert rows.dtype == torch.int32 and rows.shape == (2, 3, window)
-    for (i, j), position in (
-        (index, int(positions[index])) for index in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
-    ):
+    for position, row in zip(positions.flatten().tolist(), rows.flatten(0, 1).tolist(), strict=True):
         first = 0 if documents is None else documents[owner(position, documents)]
         assert row == [r if r >= first else -1 for r in range(position - window + 1, position + 1)]
 

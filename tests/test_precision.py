@@ -57,7 +57,7 @@ def test_accepts_the_budget(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=pytest.mark.xfail(
-        case.name in LUCKY_ROWS, strict=True, reason="per-row limit below what another correct rounding of out gives",
+        case.name in LUCKY_ROWS, strict=False, reason="per-row limit below what another correct rounding of out gives",
     ))
     for case in REALISTIC
 ], ids=lambda case: case.name)  # fmt: skip
