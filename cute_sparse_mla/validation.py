@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,9 +98,10 @@ def value_width(d_v: Any, D: int) -> int:
 
 def count(name: str, value: Any, high: int, limit: str) -> int:
     """An int in `1..high`, where `limit` is how the message calls `high`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise ArgumentTypeError(name, "must be an int", type(value).__name__)
-    number = int(value)
+    # A size of a graph with dynamic shapes stays symbolic.
+    number = cast(int, value) if isinstance(value, torch.SymInt) else int(value)
     if not 1 <= number <= high:
         raise ArgumentValueError(name, f"must lie in 1..{limit}", number)
     return number
