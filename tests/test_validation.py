@@ -380,6 +380,8 @@ def test_error_classes() -> None:
     (dict(bwd_block_k=0), ArgumentValueError, "config.bwd_block_k"),
     (dict(bwd_split_store=0), ArgumentValueError, "config.bwd_split_store"),
     (dict(tokens_per_tile=0), ArgumentValueError, "config.tokens_per_tile"),
+    (dict(fwd_backend=""), ArgumentValueError, "config.fwd_backend"),
+    (dict(fwd_backend='sm90"'), ArgumentValueError, "config.fwd_backend"),
     (dict(tokens_per_tile=None, fwd_backend=90), ArgumentTypeError, "config.fwd_backend"),
 ])  # fmt: skip
 def test_config_fields(fields: dict[str, Any], error: type[ArgumentError], argument: str) -> None:
