@@ -31,8 +31,8 @@ from torch import Tensor
 
 from .problem import MaybeTensor
 
-# Working set of one chunk: gathered rows and scores. Large enough for full-speed matrix products on a CPU.
-CHUNK_BYTES = {"cpu": 192 << 20, "cuda": 1 << 30}
+# Working set of one chunk: gathered rows and scores. More gains nothing on a CPU.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 # Rows of up to so many slots are never split into slot chunks.
 WHOLE_ROW = 4096
 
