@@ -17,7 +17,7 @@ from . import report
 from .harness import Run, Settings, run_shape
 from .implementations import PASSES, Implementation, Ours, Pair
 from .peers import PEERS
-from .shapes import ALL_MODELS, ROWS, BenchShape, model_shapes, plain_shape
+from .shapes import ALL_MODELS, ROWS, BenchShape, fitted, model_shapes, plain_shape
 
 # What runs without arguments: seconds on a CPU, a training step's layer on a GPU.
 DEFAULT_TOKENS = {"cpu": "64x4096", "cuda": "4096x8192"}
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"layer shapes: {', '.join(sorted(ALL_MODELS))} (default glm5)")  # fmt: skip
     parser.add_argument("--shape", action="append", default=[], metavar="T,S_kv,H,D,K", help="a shape of your own")
     parser.add_argument("--tokens", metavar="T[xS],...",
-                        help="query tokens, of a text of S (default S = T); 64x4096 on a CPU, 4096x8192 on a GPU")  # fmt: skip
+                        help="query tokens, of a text of S; default 64x4096 on a CPU, 4096x8192 on a GPU")  # fmt: skip
     parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (default 8 on a CPU, 1,8 on a GPU)")
     parser.add_argument("--rows", default="random", metavar="KIND,...", help=f"{', '.join(ROWS)} (default random)")
     parser.add_argument("--indexer", metavar="PATH", help="indexer tensors for text rows (default: the sample)")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"{', '.join(PASSES)} (default fwd,bwd)")  # fmt: skip
     parser.add_argument("--impl", action="append", metavar="NAME",
                         help="ours, ours:SETTING,... (deterministic, backend=..., tokens_per_tile=...), "
-                        f"{', '.join(PEERS)}, FORWARD+BACKWARD; repeatable (default ours and every --peer)")  # fmt: skip
+                        f"{', '.join(PEERS)}, FORWARD+BACKWARD; repeatable (default ours, every --peer)")  # fmt: skip
     parser.add_argument("--backend", help="backend of ours (default: the device's own)")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PLACE",
                         help="where a peer is: a folder, a Python file or a module's name; repeatable")  # fmt: skip
@@ -155,6 +155,7 @@ def main(args: argparse.Namespace) -> int:
     shapes = _shapes(args, "cuda" if device.type == "cuda" else "cpu")
     implementations = _implementations(args)
     indexer = _indexer(args, shapes)
+    shapes = [fitted(shape, indexer) for shape in shapes]
     run = Run(device)
     print(f"run {run.id} on {run.device_name}: {', '.join(i.name for i in implementations)}")
     start, failed = time.perf_counter(), False

@@ -10,7 +10,7 @@ native results into the contract's, outside the timed part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -127,8 +127,8 @@ class Ours(Implementation):
         self.version = cute_sparse_mla.__version__
         self.deterministic = False
         self.backend = backend
-        self.settings = SparseAttentionConfig()
         names = {field.name for field in fields(SparseAttentionConfig)}
+        chosen: dict[str, Any] = {}
         for setting in filter(None, settings.split(",")):
             key, _, value = setting.partition("=")
             if key == "deterministic" and not value:
@@ -136,10 +136,11 @@ class Ours(Implementation):
             elif key == "backend" and value:
                 self.backend = value
             elif key in names and value:
-                self.settings = replace(self.settings, **{key: int(value) if value.isdecimal() else value})
+                chosen[key] = int(value) if value.isdecimal() else value
             else:
                 known = ", ".join(("deterministic", "backend=...", *(f"{name}=..." for name in sorted(names))))
                 raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
+        self.settings = SparseAttentionConfig(**chosen)
 
     def _options(self) -> dict[str, Any]:
         return {"backend": self.backend, "config": self.settings}

@@ -174,10 +174,17 @@ def unsupported_rows(shape: BenchShape, indexer: Indexer | None) -> str:
     return ""
 
 
+def fitted(shape: BenchShape, indexer: Indexer | None) -> BenchShape:
+    """The shape with the length of its text, which text rows come with."""
+    if indexer is None or shape.rows != "text":
+        return shape
+    return replace(shape, context=indexer.tokens)
+
+
 def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexer | None = None) -> tuple[
     BenchShape, Inputs
 ]:  # fmt: skip
-    """Inputs for a shape, made on the device. Text rows come with the text's length: the shape returned has it."""
+    """Inputs for a shape, made on the device, and the shape fitted to its text."""
     generator = torch.Generator(device=device).manual_seed(seed)
     positions = None
     if shape.rows == "text":
@@ -189,7 +196,7 @@ def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexe
         )  # fmt: skip
         made = text_rows(indexer, layer, shape.T, device)
         indices, positions = made.indices, made.q_positions
-        shape = replace(shape, context=indexer.tokens)
+        shape = fitted(shape, indexer)
     else:
         indices = _random_rows(shape, generator, device)
 
