@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import statistics
 import sys
 import time
@@ -86,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     progress.step(f"select rows of {indexer.tokens} tokens")
     every_row = text_rows.text_rows(indexer, model, indexer.tokens)
     rows = replace(every_row, indices=every_row.indices[indexer.tokens - tokens :])
-    seed = args.seed if args.seed is not None else int(torch.seed() % 2**31)
+    seed = args.seed if args.seed is not None else secrets.randbelow(2**31)
     inputs = make_inputs(model, rows, seed, device)
     explained = api.explain(inputs.q, inputs.kv, inputs.indices, **_forward_options(inputs), backend=args.backend)
     if not explained.ok:
