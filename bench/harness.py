@@ -154,11 +154,8 @@ def _try_subject(
         if any(impl.differs(sample, which) for which in (FWD, BWD)):
             return None
         assert verifier is not None
-        budget = verifier.judge.budget
         call = impl.prepare(sample, problem)
-        _, results, _ = _evaluate(
-            impl, call, sample, subject.passes, problem, device, lambda: (budget.out, budget.lse.float())
-        )
+        _, results, _ = _evaluate(impl, call, sample, subject.passes, problem, device, verifier.exact.budget_forward)
         return results
 
     subject.call = impl.prepare(inputs, problem)

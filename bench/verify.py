@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_sparse_mla import reference
-from cute_sparse_mla.precision import Inputs, Judge, Results, TensorCheck, compare_d_sink
+from cute_sparse_mla import reference, validation
+from cute_sparse_mla.precision import Inputs, TensorCheck, compare_d_sink, compare_lse, compare_rows
 
 # Neighbouring tokens per run of the sample, so that token groups of up to 16 are exercised.
 RUN = 16
@@ -73,7 +74,8 @@ class Partial:
     def at(self, tokens: Tensor) -> Partial:
         """Per-token tensors at some tokens; `dkv` and `d_sink`, which sum over all, are left out."""
         out, lse, dq = (None if t is None else t[tokens] for t in (self.out, self.lse, self.dq))
-        return Partial(out, lse, dq)
+        basis = None if self.basis is None else (self.basis[0][tokens], self.basis[1][tokens])
+        return Partial(out, lse, dq, basis=basis)
 
 
 @dataclass
@@ -95,8 +97,68 @@ class Verdict:
             self.misses.append((check.name, f"{where}: {str(check).removeprefix('MISS ')}"))
 
 
+class _Exact:
+    """Oracle and budget results for packed inputs; gradients from `out` and `lse` as passed, as the contract has them.
+
+    Judged on another `out` instead, a row with few valid slots is dominated by one scalar, the rounding of its own
+    `Delta`, and no multiple of the budget's bounds the ratio of two such scalars.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.call = validation.forward(
+            inputs.q, inputs.kv, inputs.indices, d_v=inputs.d_v, causal=inputs.causal, q_positions=inputs.q_positions,
+            topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
+        )  # fmt: skip
+        self.rules = reference.oracle(), reference.budget(inputs.q.dtype)
+        self.options: dict[str, Any] = dict(
+            sm_scale=inputs.sm_scale, causal=inputs.causal, q_positions=self.call.q_positions,
+            topk_length=self.call.topk_length, attn_sink=self.call.attn_sink,
+        )  # fmt: skip
+
+    @cached_property
+    def forwards(self) -> tuple[reference.Forward, reference.Forward]:
+        """Oracle's and budget's forward, batched."""
+        c = self.call
+        oracle, budget = (
+            reference.forward(c.q, c.kv, c.indices, d_v=self.inputs.d_v, roundings=rule, **self.options)
+            for rule in self.rules
+        )
+        return oracle, budget
+
+    def budget_forward(self) -> tuple[Tensor, Tensor]:
+        """The budget implementation's `(out, lse)`, packed."""
+        return self.forwards[1].out[0], self.forwards[1].lse[0]
+
+    def forward_checks(self, got: Partial) -> Iterator[TensorCheck]:
+        """`out` and `lse`, where there are some."""
+        if got.out is None and got.lse is None:
+            return
+        oracle, budget = self.forwards
+        if got.out is not None:
+            yield compare_rows("out", got.out, oracle.out[0], budget.out[0])
+        if got.lse is not None:
+            yield compare_lse(got.lse, oracle.lse[0], oracle.max_abs_score[0])
+
+    def gradient_checks(self, got: Partial) -> Iterator[TensorCheck]:
+        """`dq` and `dkv`, where there are some, from the `(out, lse)` that the backward was given."""
+        if got.basis is None or (got.dq is None and got.dkv is None):
+            return
+        c, i = self.call, self.inputs
+        out, lse = (tensor[None] for tensor in got.basis)
+        dlse = None if i.dlse is None else i.dlse[None]
+        oracle, budget = (
+            reference.backward(c.q, c.kv, out, i.dout[None], c.indices, lse, dlse=dlse, roundings=rule, **self.options)
+            for rule in self.rules
+        )
+        if got.dq is not None:
+            yield compare_rows("dq", got.dq, oracle.dq[0], budget.dq[0])
+        if got.dkv is not None:
+            yield compare_rows("dkv", got.dkv, oracle.dkv[0], budget.dkv[0])
+
+
 class Verifier:
-    """Judges implementations on one shape's inputs; the oracle runs once."""
+    """Judges implementations on one shape's inputs; the oracle's forward runs once."""
 
     def __init__(self, inputs: Inputs, verify_tokens: int) -> None:
         self.inputs = inputs
@@ -104,7 +166,7 @@ class Verifier:
         self.tokens = sample_tokens(T, verify_tokens, inputs.q.device)
         self.whole = self.tokens.numel() == T
         self.sample = inputs if self.whole else take_tokens(inputs, self.tokens)
-        self.judge = Judge(self.sample)
+        self.exact = _Exact(self.sample)
 
     def judged(self, results: Partial, run_sample: Callable[[Inputs], Partial | None]) -> Verdict:
         """The verdict on a whole call's results.
@@ -131,8 +193,7 @@ class Verifier:
         return verdict
 
     def _add(self, verdict: Verdict, got: Partial, inputs: Inputs, where: str) -> None:
-        per_row: Any = Results(got.out, got.lse, got.dq, got.dkv, None)  # type: ignore[arg-type]
-        for check in self.judge.checks(per_row):
+        for check in (*self.exact.forward_checks(got), *self.exact.gradient_checks(got)):
             verdict.add(check, where)
         if got.basis is not None and got.d_sink is not None:
             verdict.add(_check_d_sink(inputs, *got.basis, got.d_sink), where)
