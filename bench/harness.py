@@ -153,9 +153,10 @@ def _try_subject(
         # A peer that needs queries to be the last tokens cannot run a sample of them.
         if any(impl.differs(sample, which) for which in (FWD, BWD)):
             return None
-        assert verifier is not None
+        if verifier is None:
+            return None
         call = impl.prepare(sample, problem)
-        _, results, _ = _evaluate(impl, call, sample, subject.passes, problem, device, verifier.exact.budget_forward)
+        _, results, _ = _evaluate(impl, call, sample, subject.passes, problem, device, verifier.judge.budget_forward)
         return results
 
     subject.call = impl.prepare(inputs, problem)

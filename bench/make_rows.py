@@ -228,7 +228,7 @@ def main() -> None:
     int8, scales = zip(*(quantize(part) for part in parts.values()), strict=True)
 
     for k in PRINTED_K:
-        rows, exact = select_topk(*int8, k), select_topk(*side_by_side(own), k)
+        rows, exact = select_topk(int8[0], int8[1], int8[2], k), select_topk(*side_by_side(own), k)
         ratios = union_ratios(rows, args.tokens)
         print(f"K {k}: " + ", ".join(f"{g} tokens {ratio:.3f} K" for g, ratio in ratios.items()))
         print(f"   slots that the layer's own heads select too: {shared_slots(rows, exact):.3f}")

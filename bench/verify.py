@@ -13,14 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_sparse_mla import reference, validation
-from cute_sparse_mla.precision import Inputs, TensorCheck, compare_d_sink, compare_lse, compare_rows
+from cute_sparse_mla import reference
+from cute_sparse_mla.precision import Inputs, Judge, TensorCheck, compare_d_sink
 
 # Neighbouring tokens per run of the sample, so that token groups of up to 16 are exercised.
 RUN = 16
@@ -97,66 +95,6 @@ class Verdict:
             self.misses.append((check.name, f"{where}: {str(check).removeprefix('MISS ')}"))
 
 
-class _Exact:
-    """Oracle and budget results for packed inputs; gradients from `out` and `lse` as passed, as the contract has them.
-
-    Judged on another `out` instead, a row with few valid slots is dominated by one scalar, the rounding of its own
-    `Delta`, and no multiple of the budget's bounds the ratio of two such scalars.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.call = validation.forward(
-            inputs.q, inputs.kv, inputs.indices, d_v=inputs.d_v, causal=inputs.causal, q_positions=inputs.q_positions,
-            topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
-        )  # fmt: skip
-        self.rules = reference.oracle(), reference.budget(inputs.q.dtype)
-        self.options: dict[str, Any] = dict(
-            sm_scale=inputs.sm_scale, causal=inputs.causal, q_positions=self.call.q_positions,
-            topk_length=self.call.topk_length, attn_sink=self.call.attn_sink,
-        )  # fmt: skip
-
-    @cached_property
-    def forwards(self) -> tuple[reference.Forward, reference.Forward]:
-        """Oracle's and budget's forward, batched."""
-        c = self.call
-        oracle, budget = (
-            reference.forward(c.q, c.kv, c.indices, d_v=self.inputs.d_v, roundings=rule, **self.options)
-            for rule in self.rules
-        )
-        return oracle, budget
-
-    def budget_forward(self) -> tuple[Tensor, Tensor]:
-        """The budget implementation's `(out, lse)`, packed."""
-        return self.forwards[1].out[0], self.forwards[1].lse[0]
-
-    def forward_checks(self, got: Partial) -> Iterator[TensorCheck]:
-        """`out` and `lse`, where there are some."""
-        if got.out is None and got.lse is None:
-            return
-        oracle, budget = self.forwards
-        if got.out is not None:
-            yield compare_rows("out", got.out, oracle.out[0], budget.out[0])
-        if got.lse is not None:
-            yield compare_lse(got.lse, oracle.lse[0], oracle.max_abs_score[0])
-
-    def gradient_checks(self, got: Partial) -> Iterator[TensorCheck]:
-        """`dq` and `dkv`, where there are some, from the `(out, lse)` that the backward was given."""
-        if got.basis is None or (got.dq is None and got.dkv is None):
-            return
-        c, i = self.call, self.inputs
-        out, lse = (tensor[None] for tensor in got.basis)
-        dlse = None if i.dlse is None else i.dlse[None]
-        oracle, budget = (
-            reference.backward(c.q, c.kv, out, i.dout[None], c.indices, lse, dlse=dlse, roundings=rule, **self.options)
-            for rule in self.rules
-        )
-        if got.dq is not None:
-            yield compare_rows("dq", got.dq, oracle.dq[0], budget.dq[0])
-        if got.dkv is not None:
-            yield compare_rows("dkv", got.dkv, oracle.dkv[0], budget.dkv[0])
-
-
 class Verifier:
     """Judges implementations on one shape's inputs; the oracle's forward runs once."""
 
@@ -166,7 +104,7 @@ class Verifier:
         self.tokens = sample_tokens(T, verify_tokens, inputs.q.device)
         self.whole = self.tokens.numel() == T
         self.sample = inputs if self.whole else take_tokens(inputs, self.tokens)
-        self.exact = _Exact(self.sample)
+        self.judge = Judge(self.sample)
 
     def judged(self, results: Partial, run_sample: Callable[[Inputs], Partial | None]) -> Verdict:
         """The verdict on a whole call's results.
@@ -176,14 +114,14 @@ class Verifier:
         T, n = self.inputs.q.shape[0], self.tokens.numel()
         if self.whole:
             verdict = Verdict("all tokens")
-            self._add(verdict, results, self.inputs, "call")
+            self._add(verdict, results, "call")
             return verdict
         verdict = Verdict(f"{n} of {T} tokens")
-        self._add(verdict, results.at(self.tokens), self.sample, "whole call")
+        self._add(verdict, results.at(self.tokens), "whole call")
         alone = run_sample(self.sample)
         if alone is not None:
             verdict.how += ", and a call of those alone"
-            self._add(verdict, alone, self.sample, "sampled tokens alone")
+            self._add(verdict, alone, "sampled tokens alone")
         if results.basis is not None and results.dkv is not None:
             verdict.how += ", column sums of dkv"
             verdict.add(check_dkv_totals(self.inputs, *results.basis, results.dkv), "whole call")
@@ -192,17 +130,20 @@ class Verifier:
             verdict.add(_check_d_sink(self.inputs, *results.basis, results.d_sink), "whole call")
         return verdict
 
-    def _add(self, verdict: Verdict, got: Partial, inputs: Inputs, where: str) -> None:
-        for check in (*self.exact.forward_checks(got), *self.exact.gradient_checks(got)):
+    def _add(self, verdict: Verdict, got: Partial, where: str) -> None:
+        checks = self.judge.forward_checks(got.out, got.lse)
+        if got.basis is not None:
+            checks += self.judge.gradient_checks(*got.basis, got.dq, got.dkv, got.d_sink)
+        for check in checks:
             verdict.add(check, where)
-        if got.basis is not None and got.d_sink is not None:
-            verdict.add(_check_d_sink(inputs, *got.basis, got.d_sink), where)
 
 
 def _check_d_sink(inputs: Inputs, out: Tensor, lse: Tensor, d_sink: Tensor) -> TensorCheck:
     # The sink's gradient is defined on out and lse as passed.
-    assert inputs.attn_sink is not None
-    exact, absolute = reference.sink_gradient(out[None], inputs.dout[None], lse[None], inputs.attn_sink, torch.float64)
+    sink = inputs.attn_sink
+    if sink is None:
+        raise ValueError("a call without a sink has no d_sink")
+    exact, absolute = reference.sink_gradient(out[None], inputs.dout[None], lse[None], sink, torch.float64)
     return compare_d_sink(d_sink, exact, absolute)
 
 
