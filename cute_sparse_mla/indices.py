@@ -231,15 +231,16 @@ def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
 
 
 def union_ratios(indices: Tensor, S_kv: int, groups: Sequence[int] = (2, 4, 8, 16)) -> dict[int, float]:
-    """Mean size of the union of n neighbouring tokens' rows over the mean number of valid slots of a token.
+    """How many distinct kv rows n neighbouring tokens select together, over K.
 
     Args:
-        indices: `[T, K]`; entries outside `0..S_kv-1` do not count.
+        indices: `[T, K]`; a slot is valid when its entry lies in `0..S_kv-1`.
         S_kv: number of kv rows.
-        groups: numbers of neighbouring tokens; groups start at multiples of n, a last partial group is left out.
+        groups: numbers of neighbouring tokens; group i of size n holds tokens `n i` to `n i + n - 1`.
 
-    Returns: ratio per n (between 1 and n); NaN where no group is complete or no slot valid. Reads its result on the
-    host: for reports, not for the hot path.
+    Returns: per n the mean of `|union of the group's rows| / K`, from 1 (all rows alike) to n (all disjoint), over
+    complete groups whose slots are all valid: the first tokens of a causal document select all there is, which says
+    nothing. NaN without such a group. Reads its result on the host: for reports, not for the hot path.
     """
     _check_rows("indices", indices)
     if indices.dim() != 2:
@@ -247,19 +248,19 @@ def union_ratios(indices: Tensor, S_kv: int, groups: Sequence[int] = (2, 4, 8, 1
     _check_count("S_kv", S_kv, 0)
     for n in groups:
         _check_count("groups", n, 1)
-    T = indices.shape[0]
-    ratios = {}
+    T, K = indices.shape
+    full = ((indices >= 0) & (indices < S_kv)).all(dim=1)
     step = max(1, CHUNK_BYTES // max(S_kv, 1))
+    ratios = {}
     for n in groups:
         complete = T // n
-        union = slots = 0
+        whole = full[: complete * n].view(complete, n).all(dim=1)
+        rows = indices[: complete * n].reshape(complete, n * K)
+        union = torch.zeros((), dtype=torch.int64, device=indices.device)
         for first in range(0, complete, step):
-            count = min(step, complete - first)
-            rows = indices[first * n : (first + count) * n].long().view(count, -1)
-            valid = (rows >= 0) & (rows < S_kv)
-            seen = torch.zeros(count, S_kv + 1, dtype=torch.bool, device=indices.device)
-            seen.scatter_(1, rows.masked_fill(~valid, S_kv), True)
-            union += int(seen[:, :S_kv].sum())
-            slots += int(valid.sum())
-        ratios[n] = union * n / slots if slots else float("nan")
+            chunk = rows[first : first + step][whole[first : first + step]].long()
+            seen = torch.zeros(chunk.shape[0], S_kv, dtype=torch.bool, device=indices.device)
+            union += seen.scatter_(1, chunk, True).sum()
+        slots = int(whole.sum()) * K
+        ratios[n] = int(union) / slots if slots else float("nan")
     return ratios

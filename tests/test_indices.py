@@ -226,19 +226,22 @@ def test_select_topk_keeps_its_precision_under_autocast() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 1 << 28])
 def test_union_ratios(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups with an invalid slot are left out, as is a last partial group."""
     monkeypatch.setattr(indices, "CHUNK_BYTES", chunk)
     gen = torch.Generator().manual_seed(5)
     rows = torch.rand(13, 20, generator=gen).argsort(-1)[:, :6].int()
-    rows[2, :3], rows[5] = -1, 20
+    rows[2, :3], rows[5, 1] = -1, 20
     got = indices.union_ratios(rows, 20, groups=(1, 2, 4, 16))
     for n in (1, 2, 4):
-        tokens = [[r for r in row if 0 <= r < 20] for row in rows[: 13 // n * n].tolist()]
-        unions = [len(set().union(*tokens[i : i + n])) for i in range(0, len(tokens), n)]
-        expected = (sum(unions) / len(unions)) / (sum(map(len, tokens)) / len(tokens))
+        groups = [rows[i : i + n].tolist() for i in range(0, 13 // n * n, n)]
+        whole = [group for group in groups if all(0 <= row < 20 for token in group for row in token)]
+        assert 0 < len(whole) < len(groups)
+        expected = sum(len(set().union(*group)) for group in whole) / len(whole) / 6
         assert got[n] == pytest.approx(expected, rel=1e-12)
     assert got[1] == pytest.approx(1.0)
     assert math.isnan(got[16])
     assert math.isnan(indices.union_ratios(torch.full((4, 3), -1), 20, groups=(2,))[2])
+    assert math.isnan(indices.union_ratios(torch.zeros((0, 3), dtype=torch.int32), 20, groups=(2,))[2])
     same = torch.arange(6).repeat(8, 1)
     assert indices.union_ratios(same, 20, groups=(8,)) == {8: 1.0}
     apart = torch.arange(48).view(8, 6)
