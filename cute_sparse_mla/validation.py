@@ -75,9 +75,11 @@ def scale(sm_scale: Any, D: int) -> float:
 
 
 def _is_real(value: object) -> bool:
+    if isinstance(value, Real):
+        return True
     # numpy's float16 and 0-dim arrays are not registered as Real; its texts and complex numbers convert all the same.
     kind = getattr(getattr(value, "dtype", None), "kind", "")
-    return isinstance(value, Real) or (kind in ("f", "i", "u") and getattr(value, "shape", None) == ())
+    return kind in ("f", "i", "u") and getattr(value, "shape", None) == ()
 
 
 def flag(name: str, value: Any) -> bool:
