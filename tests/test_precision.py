@@ -269,3 +269,31 @@ def test_sink_gradient_alone_equals_the_backward() -> None:
     delta = (i.dout.double() * out.double()).sum(-1)
     rest = 1 / (1 + torch.exp(lse.double() - i.attn_sink.double()))
     torch.testing.assert_close(alone, -(rest * delta).sum((0, 1)), rtol=1e-10, atol=1e-12)
+
+
+def test_the_budget_rounds_where_the_contract_says() -> None:
+    """P and dS once to 16 bits and nothing else: the dense formula with those two roundings, otherwise in float64."""
+    i = BASE.but(S=4, H=3, S_kv=9, K=9, D=24, d_v=16, dlse=True).inputs(seed=7)
+    rows = torch.arange(9).expand(1, 4, 1, 9)
+    only_operands = reference.Roundings(torch.float64, torch.bfloat16, torch.float64)
+    q, kv, dout, dlse = (t.double() for t in (i.q[0], i.kv[0, :, 0], i.dout[0], i.dlse[0]))
+    options = dict(sm_scale=i.sm_scale, roundings=only_operands)
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16().double()
+
+    scores = torch.einsum("thd,sd->ths", q, kv) * i.sm_scale
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    out = rounded(p) @ kv[:, :16] / p.sum(-1, keepdim=True)
+    got_out, got_lse, _ = reference.forward(i.q, i.kv, rows, d_v=16, **options)
+    torch.testing.assert_close(got_out[0], out, rtol=1e-12, atol=1e-12)
+
+    p_hat = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    delta = (dout * out).sum(-1, keepdim=True)
+    dS = rounded(p_hat * (dout @ kv[:, :16].T - delta + dlse[..., None]))
+    dkv = torch.einsum("ths,thd->sd", dS, q) * i.sm_scale
+    dkv[:, :16] += torch.einsum("ths,thd->sd", rounded(p_hat), dout)
+    got = reference.backward(i.q, i.kv, got_out, i.dout, rows, got_lse, dlse=i.dlse, **options)
+    torch.testing.assert_close(got.dq[0], dS @ kv * i.sm_scale, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.dkv[0, :, 0], dkv, rtol=1e-10, atol=1e-12)
+    assert reference.budget(torch.bfloat16) == reference.Roundings(torch.float32, torch.bfloat16, torch.bfloat16)
