@@ -65,9 +65,9 @@ def fwd(
     Args:
         q, kv, indices, topk_length, q_positions, attn_sink: see the module's table. Rows of `q` and `kv` are read in
             place: last dimension contiguous, rows on 16 bytes, other strides free (not 0).
-        sm_scale: finite number >= 0, default `D ** -0.5`. Models trained with another scale must pass it (the GLM-5
-            family and DeepSeek-V3.2 use `256 ** -0.5` resp. their own). A CUDA tensor is refused: reading it would
-            synchronise.
+        sm_scale: finite number >= 0 (a 0-dim CPU tensor only outside of torch.compile), default `D ** -0.5`. Models
+            trained with another scale must pass it (the GLM-5 family `256 ** -0.5`). A CUDA tensor is refused: reading
+            it would synchronise.
         d_v: width of V; default 512 at D 512 and 576, otherwise required.
         causal: bound every row by `q_positions` (default `t + S_kv - S`; it may be negative).
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
@@ -106,7 +106,8 @@ def bwd(
     first `d_v` columns, `d_sink = -sum_t (1 - w) Delta`.
 
     Args:
-        out, dout: `[..., H, d_v]` in q's dtype, rows as `q`'s; `d_v` is taken from `out`.
+        out, dout: `[..., H, d_v]` in q's dtype, rows as `q`'s, but they may be expanded over leading axes; `d_v` is
+            taken from `out`.
         lse, dlse: fp32 `[..., H]`, any strides. `dlse` of a row without a valid slot is ignored, NaN included.
         deterministic: bitwise equal results from run to run.
         dkv: optional fp32 buffer of kv's shape, contiguous; the gradient is added into it and it is returned.
@@ -186,7 +187,8 @@ def explain(
     """Can this call run here, with which kernel and config, and why; nothing is run, compiled or read.
 
     Arguments as in `fwd`. `capability=(major, minor)` asks on behalf of a CUDA device of that compute capability, with
-    tensors anywhere (the `meta` device costs no memory). Wrong arguments are reported, not raised.
+    tensors anywhere; without it, `meta` tensors (which cost no memory) ask on behalf of this machine's default device.
+    Wrong arguments are reported, not raised.
     """
     try:
         arguments = _forward_arguments(
@@ -198,13 +200,18 @@ def explain(
             q, kv, indices, d_v=width, causal=causal,
             q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink,
         )  # fmt: skip
-        device_type = q.device.type if capability is None else "cuda"
-        found = env.capability(q.device) if capability is None else validation.capability(capability)
+        device = _default_device() if q.device.type == "meta" else q.device
+        device_type = device.type if capability is None else "cuda"
+        found = env.capability(device) if capability is None else validation.capability(capability)
         choice = dispatch.choose(call.problem, device_type, found, name, config_table.decode(config_text))
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
     return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warmup(
@@ -236,7 +243,7 @@ def warmup(
     name = validation.backend_name(backend)
     validation.flag("backward", backward)
     try:
-        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        where = _default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
     flavours = tuple(causal) if isinstance(causal, (list, tuple)) else (causal,)

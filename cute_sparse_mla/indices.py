@@ -128,7 +128,9 @@ def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None =
 def compressed_positions(q_positions: Tensor, ratio: int) -> Tensor:
     """Causal bounds in rows of a KV compressed `ratio` to one: only whole compressed blocks up to the position count.
 
-    May be -1 (no block is complete yet). DeepSeek-V4's compressed layers.
+    May be -1 (no block is complete yet). For one document whose compressed rows start at 0; packed documents are
+    compressed one by one, so give positions within the document and add its first compressed row. DeepSeek-V4's
+    compressed layers.
     """
     _check_rows("q_positions", q_positions)
     _check_count("ratio", ratio, 1)

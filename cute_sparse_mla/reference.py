@@ -16,8 +16,10 @@ Equations (`s = sm_scale q k`, sums over the valid slots of a row):
 
 Tensors are batched: `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]`, as in `problem.Problem`. Work runs
 over chunks of tokens and slots, so memory stays near `CHUNK_BYTES` whatever the lengths. Nothing here reads device
-data on the host. Sources: the softmax recurrence over slot chunks is Milakov and Gimelshein (2018); `Delta` is the row
-term of FlashAttention-2's backward; the sink is one extra logit without a value (StreamingLLM, gpt-oss).
+data on the host. On CUDA torch's matmul precision applies: leave TF32 off (the default) for fp32 scores.
+
+Sources: the softmax recurrence over slot chunks is Milakov and Gimelshein (2018); `Delta` is the row term of
+FlashAttention-2's backward; the sink is one extra logit without a value (StreamingLLM, gpt-oss).
 """
 
 from __future__ import annotations

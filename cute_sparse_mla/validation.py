@@ -71,6 +71,8 @@ def scale(sm_scale: Any, D: int) -> float:
         value = math.inf
     if not math.isfinite(value) or value < 0:
         raise ArgumentValueError("sm_scale", rule, value)
+    if value > torch.finfo(torch.float32).max:
+        raise ArgumentValueError("sm_scale", "must be finite in fp32, in which scores are computed", value)
     return value
 
 
@@ -168,21 +170,22 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ArgumentTypeError(name, "must be a dense (strided) tensor", tensor.layout)
 
 
-def _layout_fault(tensor: Tensor, pointers: bool, narrow: bool = False) -> tuple[str, object] | None:
+def _layout_fault(tensor: Tensor, pointers: bool, is_output: bool = False) -> tuple[str, object] | None:
     """The first rule of the row layout that a tensor breaks, or `None`: (rule, what came).
 
-    `narrow` grants rows whose length is no multiple of the alignment (`out` of an odd d_v) the alignment they can have.
+    `is_output` is for `out` and `dout`: rows of an odd d_v only need the alignment that they can have, and rows may be
+    expanded (stride 0), since they are only read once each.
     """
     if 0 in tensor.shape:
         return None
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
-    alignment = math.gcd(ROW_ALIGNMENT, shape[-1] * size) if narrow else ROW_ALIGNMENT
+    alignment = math.gcd(ROW_ALIGNMENT, shape[-1] * size) if is_output else ROW_ALIGNMENT
     if shape[-1] > 1 and strides[-1] != 1:
         return "last dimension must be contiguous (stride 1)", f"strides {strides}"
     for length, stride in zip(shape[:-1], strides[:-1], strict=True):
         if length == 1:
             continue
-        if stride == 0:
+        if stride == 0 and not is_output:
             return "must not be expanded (stride 0): its rows are read in place", f"strides {strides}"
         if stride * size % alignment:
             return f"rows must start on {alignment} bytes", f"strides {strides} of {size}-byte elements"
@@ -198,11 +201,11 @@ def _has_address(tensor: Tensor) -> bool:
 
 def rows_readable(dout: Tensor) -> bool:
     """Whether the gradient of `out` can be read in place under the row layout of the contract."""
-    return _layout_fault(dout, _has_address(dout), narrow=True) is None
+    return _layout_fault(dout, _has_address(dout), is_output=True) is None
 
 
-def _layout(name: str, tensor: Tensor, narrow: bool = False) -> None:
-    fault = _layout_fault(tensor, _has_address(tensor), narrow)
+def _layout(name: str, tensor: Tensor, is_output: bool = False) -> None:
+    fault = _layout_fault(tensor, _has_address(tensor), is_output)
     if fault is not None:
         raise ArgumentValueError(name, *fault)
 
@@ -324,7 +327,7 @@ def backward(
         _device(name, tensor, q.device)
         _dtype(name, tensor, (q.dtype,), " as q")
         _shape(name, tensor, (*lead, H, d_v), f"{prefix}, H, d_v")
-        _layout(name, tensor, narrow=True)
+        _layout(name, tensor, is_output=True)
     row_terms: dict[str, Tensor | None] = {"lse": lse, "dlse": dlse}
     for name, term in row_terms.items():
         if term is None:
