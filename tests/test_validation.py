@@ -193,6 +193,7 @@ FORWARD = (
         (-0.1, "-0.1"), (-1, "-1"), (float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf"),
         (10**400, "inf"), (Fraction(10**400), "inf"), (np.float32("nan"), "nan"), (torch.tensor(float("inf")), "inf"),
         (torch.tensor(-1), "-1"), (np.float16("inf"), "inf"))),
+    Wrong("sm_scale", to(1e300), V, "must be finite in fp32", "1e+300"),
     # options
     *(Wrong("causal", to(value), T, "must be True or False", kind)
       for value, kind in ((1, "int"), (None, "NoneType"), ("yes", "str"), (np.bool_(True), "bool"))),
