@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cute_sparse_mla import arguments
 from cute_sparse_mla.errors import ArgumentValueError, SparseMLAError
 from cute_sparse_mla.text_rows import Indexer, load_indexer
 
@@ -17,7 +18,7 @@ from . import report
 from .harness import Run, Settings, run_shape
 from .implementations import PASSES, Implementation, Ours, Pair
 from .peers import PEERS
-from .shapes import ALL_MODELS, ROWS, BenchShape, fitted, model_shapes, plain_shape
+from .shapes import ALL_MODELS, ROWS, BenchShape, model_shapes, plain_shape
 
 # What runs without arguments: seconds on a CPU, a training step's layer on a GPU.
 DEFAULT_TOKENS = {"cpu": "64x4096", "cuda": "4096x8192"}
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-path", action="append", default=[], metavar="FOLDER", help="searched for peers' modules"
     )
-    parser.add_argument("--reps", type=int, help="timed runs each (default: what fits --seconds)")
+    parser.add_argument("--reps", type=arguments.count, help="timed runs each (default: what fits --seconds)")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="time for all runs of one shape and pass (default 3)"
     )
@@ -53,9 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph (GPU)")
     parser.add_argument("--verify-tokens", type=int, default=64, metavar="N",
                         help="query tokens judged against float64 (default 64; 0: none)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of the random inputs (default 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
-    parser.add_argument("--device", help="torch device (default: cuda where there is one, else cpu)")
+    parser.add_argument(
+        "--device", type=arguments.device, help="torch device (default: cuda where there is one, else cpu)"
+    )
 
 
 def _words(name: str, text: str, allowed: Sequence[str]) -> list[str]:
@@ -149,13 +152,14 @@ def _indexer(args: argparse.Namespace, shapes: Sequence[BenchShape]) -> Indexer 
 
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark. Exit code 0, or 1 when something missed its verification or ours failed."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device or arguments.default_device()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     shapes = _shapes(args, "cuda" if device.type == "cuda" else "cpu")
     implementations = _implementations(args)
     indexer = _indexer(args, shapes)
-    shapes = [fitted(shape, indexer) for shape in shapes]
+    if device.type != "cuda" and (args.graph or args.l2_flush):
+        raise ArgumentValueError("--graph, --l2-flush", "need a GPU", device)
     run = Run(device)
     print(f"run {run.id} on {run.device_name}: {', '.join(i.name for i in implementations)}")
     start, failed = time.perf_counter(), False

@@ -301,7 +301,7 @@ def run_shape(
     inputs: Inputs | None = None
     if not missing:
         settings.progress("inputs")
-        shape, inputs = draw(shape, settings.device, settings.seed, indexer)
+        inputs = draw(shape, settings.device, settings.seed, indexer)
     problem = shape.problem()
     base: Row = {
         "model": shape.name, "tp": shape.tp, "T": shape.T, "S_kv": shape.S_kv, "H": shape.H, "D": shape.D,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -169,22 +169,15 @@ def unsupported_rows(shape: BenchShape, indexer: Indexer | None) -> str:
         return ""
     if indexer is None:
         return "no text rows: the indexer sample could not be loaded"
-    if indexer.tokens < shape.T:
-        return f"the text has {indexer.tokens} tokens, {shape.T} are asked for"
+    if indexer.tokens < shape.context:
+        return (
+            f"the text has {indexer.tokens} tokens, {shape.context} are asked for (bench.make_rows makes longer ones)"
+        )
     return ""
 
 
-def fitted(shape: BenchShape, indexer: Indexer | None) -> BenchShape:
-    """The shape with the length of its text, which text rows come with."""
-    if indexer is None or shape.rows != "text":
-        return shape
-    return replace(shape, context=indexer.tokens)
-
-
-def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexer | None = None) -> tuple[
-    BenchShape, Inputs
-]:  # fmt: skip
-    """Inputs for a shape, made on the device, and the shape fitted to its text."""
+def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexer | None = None) -> Inputs:
+    """Inputs for a shape, made on the device; text rows: the last T tokens of the text's first `context`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     positions = None
     if shape.rows == "text":
@@ -194,16 +187,15 @@ def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexe
             shape.name, shape.H, shape.D, shape.d_v, shape.topk, shape.sm_scale, shape.has_sink, shape.window,
             shape.compression,
         )  # fmt: skip
-        made = text_rows(indexer, layer, shape.T, device)
+        made = text_rows(indexer.first(shape.context), layer, shape.T, device)
         indices, positions = made.indices, made.q_positions
-        shape = fitted(shape, indexer)
     else:
         indices = _random_rows(shape, generator, device)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
 
-    return shape, Inputs(
+    return Inputs(
         q=normal(shape.T, shape.H, shape.D),
         kv=normal(shape.S_kv, 1, shape.D),
         indices=indices,

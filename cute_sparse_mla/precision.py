@@ -60,7 +60,8 @@ class Results(NamedTuple):
 class TensorCheck:
     """One tensor against its limits. `total` and `worst_row` are errors over their limits: at most 1 passes.
 
-    `error` is the total error relative to the oracle's norm (for `lse`, `d_sink`: the largest absolute error).
+    `error` is the total error relative to the oracle's norm (for `lse`, `d_sink`: the largest absolute error);
+    `leading` the tensor's shape without its last dimension, which makes `worst_row_index` a position.
     """
 
     name: str
@@ -69,6 +70,16 @@ class TensorCheck:
     worst_row: float
     worst_row_index: int
     nonfinite: int
+    leading: tuple[int, ...] = ()
+
+    @property
+    def worst_row_at(self) -> tuple[int, ...]:
+        """Position of the worst row in the tensor's leading dimensions, such as (token, head)."""
+        number, position = self.worst_row_index, []
+        for length in reversed(self.leading):
+            number, place = divmod(number, length)
+            position.append(place)
+        return tuple(reversed(position)) if self.leading else (number,)
 
     @property
     def ok(self) -> bool:
@@ -77,7 +88,7 @@ class TensorCheck:
     def __str__(self) -> str:
         state = "ok  " if self.ok else "MISS"
         text = f"{state} {self.name:6s} error {self.error:9.2e}   of limit: total {self.total:5.2f}, "
-        text += f"worst row {self.worst_row:5.2f} (row {self.worst_row_index})"
+        text += f"worst row {self.worst_row:5.2f} at {list(self.worst_row_at)}"
         return text + (f", {self.nonfinite} non-finite values" if self.nonfinite else "")
 
 
@@ -230,19 +241,21 @@ def compare_rows(name: str, got: Tensor, oracle: Tensor, budget: Tensor) -> Tens
     worst, row = _worst(errors, ROW_FACTOR * granted + floor)
     total = _ratio(_rms(errors), TOTAL_FACTOR * _rms(granted) + floor)
     nonfinite = int((~torch.isfinite(got)).sum())
-    return TensorCheck(name, _ratio(_rms(errors), norm) if norm else _rms(errors), total, worst, row, nonfinite)
+    error = _ratio(_rms(errors), norm) if norm else _rms(errors)
+    return TensorCheck(name, error, total, worst, row, nonfinite, tuple(oracle.shape[:-1]))
 
 
 def compare_lse(got: Tensor, oracle: Tensor, max_abs_score: Tensor) -> TensorCheck:
     """`lse` within `1e-5 + 2e-6 max|s|`; empty rows must be -inf exactly and no other row may be."""
     _same_shape("lse", got, oracle)
+    leading = tuple(oracle.shape)
     got, exact = got.double().flatten(), oracle.double().flatten()
     bound = max_abs_score.double().flatten()
     empty = exact == float("-inf")
     nonfinite = int(((got == float("-inf")) != empty).sum() + (~torch.isfinite(got) & ~empty).sum())
     errors = (got - exact).abs().masked_fill(empty, 0)
     worst, row = _worst(errors, 1e-5 + 2e-6 * bound)
-    return TensorCheck("lse", float(errors.max()) if errors.numel() else 0.0, worst, worst, row, nonfinite)
+    return TensorCheck("lse", float(errors.max()) if errors.numel() else 0.0, worst, worst, row, nonfinite, leading)
 
 
 def compare_d_sink(got: Tensor, oracle: Tensor, absolute_terms: Tensor) -> TensorCheck:

@@ -5,7 +5,8 @@ The committed sample holds 8,192 tokens; `python -m bench.make_rows` makes it, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,10 @@ class Indexer:
     def tokens(self) -> int:
         return self.ik.shape[0]
 
+    def first(self, count: int) -> Indexer:
+        """The text's first `count` tokens."""
+        return replace(self, iq=self.iq[:count], ik=self.ik[:count], weights=self.weights[:count])
+
 
 @dataclass(frozen=True)
 class TextRows:
@@ -53,7 +58,10 @@ def load_indexer(path: str | Path | None = None, device: torch.device | str = "c
     path = Path(path or SAMPLE)
     if not path.is_file():
         raise ArgumentValueError("rows", "must be a file that bench.make_rows wrote", path)
-    data = torch.load(path, map_location=device, weights_only=True)
+    try:
+        data = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, LookupError, EOFError, ValueError) as error:
+        raise ArgumentValueError("rows", "must be a file that bench.make_rows wrote", path) from error
     iq, ik, weights = (data[name].float() * data[f"{name}_scale"] for name in ("iq", "ik", "weights"))
     return Indexer(iq, ik, weights, data["source"])
 

@@ -102,7 +102,7 @@ def test_more_slots_than_rows() -> None:
 def test_window_layers() -> None:
     shape = shapes.model_shape(MODELS["v4-flash"], 4, 1024, tp=8)
     assert (shape.H, shape.K, shape.S_kv, shape.has_sink) == (8, 640, 1024 + 256, True)
-    _, inputs = draw(shape, CPU)
+    inputs = draw(shape, CPU)
     window, selected = inputs.indices[:, :128], inputs.indices[:, 128:]
     assert window[-1].tolist() == list(range(896, 1024))
     assert (selected >= 0).sum(1).tolist() == [255, 255, 255, 256]
@@ -114,7 +114,7 @@ def test_extra_models() -> None:
     ratio128 = shapes.model_shape(shapes.ALL_MODELS["v4-flash-ratio128"], 256, 4096)
     assert (ratio128.K, ratio128.S_kv) == (4096 // 128 + 128, 4096 + 32)
     ratio0 = shapes.model_shape(shapes.ALL_MODELS["v4-flash-ratio0"], 8, 256)
-    assert (ratio0.K, ratio0.S_kv) == (128, 256) and draw(ratio0, CPU)[1].indices.shape == (8, 128)
+    assert (ratio0.K, ratio0.S_kv) == (128, 256) and draw(ratio0, CPU).indices.shape == (8, 128)
     assert shapes.model_shape(shapes.ALL_MODELS["v4.1-flash"], 256, 4096).S_kv == 2 * 4096
     every = shapes.model_shapes(shapes.ALL_MODELS, [(4096, 4096), (131072, 131072)], shapes.TP_DEGREES, shapes.ROWS)
     assert len(every) == len(shapes.ALL_MODELS) * 2 * 4 * 2
@@ -130,12 +130,13 @@ def test_text_rows() -> None:
         torch.rand(96, 2, generator=gen),
         "test",
     )
-    fitted, inputs = draw(small(rows="text", T=16), CPU, indexer=indexer)
-    assert (fitted.S_kv, inputs.kv.shape[0], inputs.causal) == (96, 96, True)
-    assert (inputs.indices.max(1).values <= torch.arange(80, 96)).all()
-    rows = run_shape(small(rows="text", T=16), [Ours()], Settings(CPU, reps=1), Run(CPU), indexer)
+    for context in (96, 64):
+        inputs = draw(small(rows="text", T=16, context=context), CPU, indexer=indexer)
+        assert (inputs.kv.shape[0], inputs.causal) == (context, True)
+        assert (inputs.indices.max(1).values <= torch.arange(context - 16, context)).all()
+    rows = run_shape(small(rows="text", T=16, context=96), [Ours()], Settings(CPU, reps=1), Run(CPU), indexer)
     assert all(row["ok"] and row["S_kv"] == 96 and row["rows"] == "text" for row in rows)
-    too_long = run_shape(small(rows="text", T=97), [Ours()], SETTINGS, Run(CPU), indexer)
+    too_long = run_shape(small(rows="text", T=16, context=97), [Ours()], SETTINGS, Run(CPU), indexer)
     assert all(row["ms"] is None and "97" in row["note"] and row["ok"] is None for row in too_long)
 
 
@@ -193,7 +194,7 @@ def test_a_wrong_implementation_is_a_miss(tensor: str, which: str, tokens: int) 
 
 @pytest.mark.parametrize("sink", [False, True])
 def test_column_sums_of_dkv_show_a_lost_token(sink: bool) -> None:
-    _, inputs = draw(small(T=128, has_sink=sink), CPU)
+    inputs = draw(small(T=128, has_sink=sink), CPU)
     call = Ours().prepare(inputs, small(T=128, has_sink=sink).problem())
     state = call.fwd()
     _, dkv, _ = call.gradients(call.bwd(state))
@@ -214,7 +215,7 @@ def test_sample_of_tokens() -> None:
 
 
 def test_sampled_tokens_keep_their_causal_bounds() -> None:
-    inputs = draw(SMALL, CPU)[1]
+    inputs = draw(SMALL, CPU)
     causal = replace(inputs, causal=True, indices=torch.randint(0, 160, (48, 24), dtype=torch.int32))
     tokens = verify.sample_tokens(48, 16, CPU)
     part = verify.take_tokens(causal, tokens)

@@ -119,7 +119,8 @@ def backward(inputs: Inputs) -> tuple:
 
 
 def inputs_of(**changes: object) -> tuple[BenchShape, Inputs]:
-    return draw(replace(D576, **changes), CPU)  # type: ignore[arg-type]
+    shape = replace(D576, **changes)  # type: ignore[arg-type]
+    return shape, draw(shape, CPU)
 
 
 # -- FlashMLA ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""Types of command-line arguments, shared by the package's commands: a wrong value is one line, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from . import env
+from .errors import ArgumentValueError
+
+
+def count(text: str) -> int:
+    """An int of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an int of at least 1, got {text!r}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A seed that torch's generators take: 0 to 2**63 - 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be an int in 0..2**63 - 1, got {text!r}")
+    return value
+
+
+def capability(text: str) -> tuple[int, int]:
+    """A compute capability such as 9.0."""
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and (minor or "0").isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be a compute capability such as 9.0, got {text!r}")
+    return int(major), int(minor or 0)
+
+
+def device(text: str) -> torch.device:
+    """A device of this machine that tensors with values can be on."""
+    try:
+        value = torch.device(text)
+        env.require_device(value)
+    except (RuntimeError, ArgumentValueError) as error:
+        raise argparse.ArgumentTypeError(f"no such device here: {text!r}") from error
+    if value.type == "meta":
+        raise argparse.ArgumentTypeError("must be a device with memory, got 'meta'")
+    return value
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
