@@ -1,0 +1,48 @@
+# Two commands matter: `make check` (set up, then run the main job) and `make test` (set up, then pass the tests).
+# NO_VENV=1 uses $(PYTHON) as it is: on machines without a package registry, a Python that has torch is enough.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS := constraints-dev.txt
+ARGS ?=
+
+# Which kernels' package this machine needs: Hopper and Blackwell GPUs have one each, a CPU has none.
+CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+EXTRA := $(if $(filter 9.%,$(CAPABILITY)),[hopper],$(if $(filter 10.%,$(CAPABILITY)),[blackwell]))
+
+ifdef NO_VENV
+PY := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+RUN_READY := $(VENV)/.run-ready
+TEST_READY := $(VENV)/.test-ready
+endif
+
+.PHONY: check bench test lint clean
+
+check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
+	$(PY) -m cute_sparse_mla check $(ARGS)
+
+bench: $(RUN_READY)  ## benchmark of this machine
+	$(PY) -m cute_sparse_mla bench $(ARGS)
+
+test: $(TEST_READY) lint  ## set up and pass the tests
+	$(PY) -m pytest $(ARGS)
+
+lint: $(TEST_READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".$(EXTRA)"
+	touch $@
+
+$(VENV)/.test-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
