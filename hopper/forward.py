@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from .plan import BLOCK_K, D_V, HALF, ROWS, WARPGROUP, Plan
+from .plan import BLOCK_K, D_V, HALF, MATRIX_REGISTERS, PRODUCER_REGISTERS, ROWS, WARPGROUP, Plan
 
 FLOOR = -1e38
 INF = float("inf")
@@ -92,7 +92,7 @@ def build(plan: Plan):
             pairs = T.ceildiv(length, 2 * BLOCK_K)
 
             if tx >= 2 * WARPGROUP:
-                T.set_max_nreg(96, 0)
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
@@ -196,7 +196,7 @@ def build(plan: Plan):
                     T.cp_async_barrier_noinc(left_ready[1])
 
             elif tx < WARPGROUP:
-                T.set_max_nreg(208, 1)
+                T.set_max_nreg(MATRIX_REGISTERS, 1)
                 o_l = T.alloc_fragment([ROWS, HALF], fp32)
                 s_0 = T.alloc_fragment([ROWS, BLOCK_K], fp32)
                 p_0 = T.alloc_fragment([ROWS, BLOCK_K], dtype)
@@ -288,7 +288,7 @@ def build(plan: Plan):
                         Out[b, t, head_0 + h, d] = Q_s[h, d]
 
             else:
-                T.set_max_nreg(208, 1)
+                T.set_max_nreg(MATRIX_REGISTERS, 1)
                 o_r = T.alloc_fragment([ROWS, HALF], fp32)
                 s_1 = T.alloc_fragment([ROWS, BLOCK_K], fp32)
                 p_1 = T.alloc_fragment([ROWS, BLOCK_K], dtype)

@@ -11,6 +11,11 @@ BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
 CHUNK = 64  # dkv columns of one product and its adds
+# Registers a thread holds after the split. The pool is what the launch gave: 168 a thread, not the whole register file;
+# two matrix warpgroups and a copy warpgroup that ask for more than 3 x 168 wait for ever.
+LAUNCH_REGISTERS = 168
+MATRIX_REGISTERS = 208
+PRODUCER_REGISTERS = 88
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256
