@@ -26,6 +26,7 @@ def build(plan: Plan) -> PrimFunc:
     TAIL = D - D_V
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
+    STAGE_0 = D_V if TAIL else 0
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
@@ -33,6 +34,99 @@ def build(plan: Plan) -> PrimFunc:
     kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+
+    @T.macro
+    def matrix_warpgroup(w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free):
+        s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
+        dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
+        dq = T.alloc_fragment([ROWS, HALF], fp32)
+        dkv = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+        H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
+        C0, C1 = w * HALF, (w + 1) * HALF
+        T.fill(dq, 0)
+        T.barrier_wait(stats_ready, 0)
+        T.barrier_wait(q_ready, 0)
+        for i in T.serial(blocks):
+            T.barrier_wait(kv_ready, i & 1)
+            T.fence_proxy_async()
+            T.wgmma_gemm(KV_s[:, :D_V], Q_s[H0:H1, :D_V], s, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(KV_s[:, :D_V], dO_s[H0:H1, :], dp, transpose_B=True, clear_accum=True)
+            if TAIL:
+                T.barrier_wait(tail_ready, i & 1)
+                T.fence_proxy_async()
+                T.wgmma_gemm(KV_s[:, D_V:D], Q_s[H0:H1, D_V:D], s, transpose_B=True)
+            T.barrier_wait(rows_ready, i & 1)
+            for n in T.unroll(4):
+                my_rows[n] = slot_row[my_slot + 4 * n]
+            T.wait_wgmma(0)
+            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
+                s[k, h] = T.if_then_else(
+                    slot_row[k] >= 0, T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]), T.float32(0)
+                )
+            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
+                dp[k, h] = s[k, h] * sm_scale * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
+            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
+                s[k, h] *= stats[1, H0 + h]
+            T.barrier_wait(ds_free, (i & 1) ^ 1)
+            T.copy(s, P_s[:, H0:H1])
+            T.copy(dp, dS_s[:, H0:H1])
+            T.fence_proxy_async()
+            T.barrier_arrive(ds_ready)
+            T.barrier_wait(ds_ready, i & 1)
+            T.wgmma_gemm(dS_s, KV_s[:, C0:C1], dq, transpose_A=True)
+            # The tail's columns first; the two matrix warpgroups take turns with them.
+            if TAIL:
+                if i % 2 == w:
+                    T.wgmma_gemm(dS_s, Q_s[:, D_V:D], dkv, clear_accum=True)
+                    T.wait_wgmma(1)
+                    T.barrier_arrive(kv_free)
+                    T.wait_wgmma(0)
+                    T.barrier_wait(stage_free, i & 1)
+                    T.call_extern(
+                        "handle",
+                        "sparse_mla::add_rows_64",
+                        dkv.data,
+                        T.access_ptr(stage[0, STAGE_0], "r", 1),
+                        dKV.data,
+                        dkv_base + D_V,
+                        G * D,
+                        my_rows[0],
+                        my_rows[1],
+                        my_rows[2],
+                        my_rows[3],
+                    )
+                else:
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free)
+                    T.barrier_wait(stage_free, i & 1)
+            else:
+                T.wait_wgmma(0)
+                T.barrier_arrive(kv_free)
+            for c in (0, 1, 2, 3):
+                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv, clear_accum=True)
+                T.wgmma_gemm(dS_s, Q_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv)
+                T.wait_wgmma(0)
+                if c == HALF // CHUNK - 1:
+                    T.barrier_arrive(ds_free)
+                T.call_extern(
+                    "handle",
+                    "sparse_mla::add_rows_64",
+                    dkv.data,
+                    T.access_ptr(stage[0, STAGE_0], "r", 1),
+                    dKV.data,
+                    dkv_base + C0 + c * CHUNK,
+                    G * D,
+                    my_rows[0],
+                    my_rows[1],
+                    my_rows[2],
+                    my_rows[3],
+                )
+            if TAIL:
+                T.barrier_arrive(stage_done)
+        T.copy(dq, KV_s[:, C0:C1])
+        for h, d in T.Parallel(ROWS, HALF):
+            if h < heads:
+                dQ[b, t, head_0 + h, C0 + d] = KV_s[h, C0 + d]
 
     @T.prim_func
     def sparse_mla_bwd(
@@ -62,8 +156,11 @@ def build(plan: Plan) -> PrimFunc:
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([BLOCK_K], "int32", scope="shared")
-            if not TAIL:
-                stage = T.alloc_shared([STAGE], fp32)
+            if TAIL:
+                # The tail columns of the KV block are dead once scores and dq have read them.
+                stage = KV_s
+            else:
+                stage = T.alloc_shared([1, STAGE], fp32)
 
             q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -212,97 +309,9 @@ def build(plan: Plan) -> PrimFunc:
                 my_rows = T.alloc_local([4], "int32")
                 dkv_base = T.alloc_var(i64)
                 dkv_base = (b * S_kv * G + g) * D
-                for w in (0, 1):
-                    if (tx < WARPGROUP) if w == 0 else (tx >= WARPGROUP):
-                        s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
-                        dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
-                        dq = T.alloc_fragment([ROWS, HALF], fp32)
-                        dkv = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
-                        H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
-                        C0, C1 = w * HALF, (w + 1) * HALF
-                        T.fill(dq, 0)
-                        T.barrier_wait(stats_ready, 0)
-                        T.barrier_wait(q_ready, 0)
-                        for i in T.serial(blocks):
-                            T.barrier_wait(kv_ready, i & 1)
-                            T.fence_proxy_async()
-                            T.wgmma_gemm(KV_s[:, :D_V], Q_s[H0:H1, :D_V], s, transpose_B=True, clear_accum=True)
-                            T.wgmma_gemm(KV_s[:, :D_V], dO_s[H0:H1, :], dp, transpose_B=True, clear_accum=True)
-                            if TAIL:
-                                T.barrier_wait(tail_ready, i & 1)
-                                T.fence_proxy_async()
-                                T.wgmma_gemm(KV_s[:, D_V:D], Q_s[H0:H1, D_V:D], s, transpose_B=True)
-                            T.barrier_wait(rows_ready, i & 1)
-                            for n in T.unroll(4):
-                                my_rows[n] = slot_row[my_slot + 4 * n]
-                            T.wait_wgmma(0)
-                            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                                s[k, h] = T.if_then_else(
-                                    slot_row[k] >= 0, T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]), T.float32(0)
-                                )
-                            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                                dp[k, h] = s[k, h] * sm_scale * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
-                            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                                s[k, h] *= stats[1, H0 + h]
-                            T.barrier_wait(ds_free, (i & 1) ^ 1)
-                            T.copy(s, P_s[:, H0:H1])
-                            T.copy(dp, dS_s[:, H0:H1])
-                            T.fence_proxy_async()
-                            T.barrier_arrive(ds_ready)
-                            T.barrier_wait(ds_ready, i & 1)
-                            T.wgmma_gemm(dS_s, KV_s[:, C0:C1], dq, transpose_A=True)
-                            # The tail's columns first; the two matrix warpgroups take turns with them.
-                            if TAIL:
-                                if i % 2 == w:
-                                    T.wgmma_gemm(dS_s, Q_s[:, D_V:D], dkv, clear_accum=True)
-                                    T.wait_wgmma(1)
-                                    T.barrier_arrive(kv_free)
-                                    T.wait_wgmma(0)
-                                    T.barrier_wait(stage_free, i & 1)
-                                    T.call_extern(
-                                        "handle",
-                                        "sparse_mla::add_rows_64",
-                                        dkv.data,
-                                        T.access_ptr(KV_s[0, D_V], "r", 1) if TAIL else T.access_ptr(stage[0], "r", 1),
-                                        dKV.data,
-                                        dkv_base + D_V,
-                                        G * D,
-                                        my_rows[0],
-                                        my_rows[1],
-                                        my_rows[2],
-                                        my_rows[3],
-                                    )
-                                else:
-                                    T.wait_wgmma(0)
-                                    T.barrier_arrive(kv_free)
-                                    T.barrier_wait(stage_free, i & 1)
-                            else:
-                                T.wait_wgmma(0)
-                                T.barrier_arrive(kv_free)
-                            for c in (0, 1, 2, 3):
-                                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv, clear_accum=True)
-                                T.wgmma_gemm(dS_s, Q_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv)
-                                T.wait_wgmma(0)
-                                if c == HALF // CHUNK - 1:
-                                    T.barrier_arrive(ds_free)
-                                T.call_extern(
-                                    "handle",
-                                    "sparse_mla::add_rows_64",
-                                    dkv.data,
-                                    T.access_ptr(KV_s[0, D_V], "r", 1) if TAIL else T.access_ptr(stage[0], "r", 1),
-                                    dKV.data,
-                                    dkv_base + C0 + c * CHUNK,
-                                    G * D,
-                                    my_rows[0],
-                                    my_rows[1],
-                                    my_rows[2],
-                                    my_rows[3],
-                                )
-                            if TAIL:
-                                T.barrier_arrive(stage_done)
-                        T.copy(dq, KV_s[:, C0:C1])
-                        for h, d in T.Parallel(ROWS, HALF):
-                            if h < heads:
-                                dQ[b, t, head_0 + h, C0 + d] = KV_s[h, C0 + d]
+                if tx < WARPGROUP:
+                    matrix_warpgroup(0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
+                else:
+                    matrix_warpgroup(1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
 
     return sparse_mla_bwd
