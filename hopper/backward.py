@@ -18,6 +18,7 @@ from .plan import (
 from .ptx import ROW_ADD
 
 HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
+CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, its part of the tail not counted
 STAGE = 2 * WARPGROUP // 32 * 256  # fp32 words in which the matrix warps turn their adds, 1 KB a warp
 
 
@@ -36,24 +37,43 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
 
     @T.macro
-    def matrix_warpgroup(w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free):
+    def add(acc, stage, dKV, column, row_stride, my_rows):
+        T.call_extern(
+            "handle",
+            "sparse_mla::add_rows",
+            acc.data,
+            T.access_ptr(stage[0, STAGE_0], "r", 1),
+            dKV.data,
+            column,
+            row_stride,
+            my_rows[0],
+            my_rows[1],
+            my_rows[2],
+            my_rows[3],
+        )
+
+    @T.macro
+    def matrix_warpgroup(w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free):
         s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dq = T.alloc_fragment([ROWS, HALF], fp32)
-        dkv = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+        # Three accumulators in turn: one is added, one gets its second product, one its first.
+        acc_0 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+        acc_1 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+        acc_2 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+        acc = (acc_0, acc_1, acc_2)
         H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
         C0, C1 = w * HALF, (w + 1) * HALF
+        T0 = D_V + w * CHUNK
         T.fill(dq, 0)
         T.barrier_wait(stats_ready, 0)
         T.barrier_wait(q_ready, 0)
         for i in T.serial(blocks):
             T.barrier_wait(kv_ready, i & 1)
-            T.fence_proxy_async()
             T.wgmma_gemm(KV_s[:, :D_V], Q_s[H0:H1, :D_V], s, transpose_B=True, clear_accum=True)
             T.wgmma_gemm(KV_s[:, :D_V], dO_s[H0:H1, :], dp, transpose_B=True, clear_accum=True)
             if TAIL:
                 T.barrier_wait(tail_ready, i & 1)
-                T.fence_proxy_async()
                 T.wgmma_gemm(KV_s[:, D_V:D], Q_s[H0:H1, D_V:D], s, transpose_B=True)
             T.barrier_wait(rows_ready, i & 1)
             for n in T.unroll(4):
@@ -64,7 +84,7 @@ def build(plan: Plan) -> PrimFunc:
                     slot_row[k] >= 0, T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]), T.float32(0)
                 )
             for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                dp[k, h] = s[k, h] * sm_scale * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
+                dp[k, h] = s[k, h] * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
             for k, h in T.Parallel(BLOCK_K, HEADS_WG):
                 s[k, h] *= stats[1, H0 + h]
             T.barrier_wait(ds_free, (i & 1) ^ 1)
@@ -73,56 +93,39 @@ def build(plan: Plan) -> PrimFunc:
             T.fence_proxy_async()
             T.barrier_arrive(ds_ready)
             T.barrier_wait(ds_ready, i & 1)
+
             T.wgmma_gemm(dS_s, KV_s[:, C0:C1], dq, transpose_A=True)
-            # The tail's columns first; the two matrix warpgroups take turns with them.
             if TAIL:
-                if i % 2 == w:
-                    T.wgmma_gemm(dS_s, Q_s[:, D_V:D], dkv, clear_accum=True)
-                    T.wait_wgmma(1)
-                    T.barrier_arrive(kv_free)
-                    T.wait_wgmma(0)
-                    T.barrier_wait(stage_free, i & 1)
-                    T.call_extern(
-                        "handle",
-                        "sparse_mla::add_rows_64",
-                        dkv.data,
-                        T.access_ptr(stage[0, STAGE_0], "r", 1),
-                        dKV.data,
-                        dkv_base + D_V,
-                        G * D,
-                        my_rows[0],
-                        my_rows[1],
-                        my_rows[2],
-                        my_rows[3],
+                T.wgmma_gemm(dS_s, Q_s[:, T0 : T0 + CHUNK], acc[0], clear_accum=True)
+            T.wgmma_gemm(dS_s, Q_s[:, C0 : C0 + CHUNK], acc[1], clear_accum=True)
+            T.wait_wgmma(2 if TAIL else 1)
+            T.barrier_arrive(kv_free)
+            if TAIL:
+                T.barrier_wait(stage_free, i & 1)
+            for c in tuple(range(CHUNKS)):
+                # acc[c] is complete, acc[c + 1] = dS^T Q; then acc[c + 1] += P^T dO and acc[c + 2] = dS^T Q are under way.
+                T.wait_wgmma(0)
+                for k, d in T.Parallel(BLOCK_K, CHUNK):
+                    acc[(c + 1) % 3][k, d] *= sm_scale
+                if c == 0 and TAIL:
+                    for k, d in T.Parallel(BLOCK_K, CHUNK):
+                        acc[0][k, d] *= sm_scale
+                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc[(c + 1) % 3])
+                if c + 1 < CHUNKS:
+                    T.wgmma_gemm(
+                        dS_s, Q_s[:, C0 + (c + 1) * CHUNK : C0 + (c + 2) * CHUNK], acc[(c + 2) % 3], clear_accum=True
                     )
-                else:
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(kv_free)
-                    T.barrier_wait(stage_free, i & 1)
-            else:
-                T.wait_wgmma(0)
-                T.barrier_arrive(kv_free)
-            for c in (0, 1, 2, 3):
-                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv, clear_accum=True)
-                T.wgmma_gemm(dS_s, Q_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], dkv)
-                T.wait_wgmma(0)
-                if c == HALF // CHUNK - 1:
-                    T.barrier_arrive(ds_free)
-                T.call_extern(
-                    "handle",
-                    "sparse_mla::add_rows_64",
-                    dkv.data,
-                    T.access_ptr(stage[0, STAGE_0], "r", 1),
-                    dKV.data,
-                    dkv_base + C0 + c * CHUNK,
-                    G * D,
-                    my_rows[0],
-                    my_rows[1],
-                    my_rows[2],
-                    my_rows[3],
-                )
+                if c > 0:
+                    add(acc[c % 3], stage, dKV, dkv_base + C0 + (c - 1) * CHUNK, row_stride, my_rows)
+                elif TAIL:
+                    add(acc[0], stage, dKV, dkv_base + T0, row_stride, my_rows)
+            T.wait_wgmma(0)
+            T.barrier_arrive(ds_free)
+            add(acc[CHUNKS % 3], stage, dKV, dkv_base + C1 - CHUNK, row_stride, my_rows)
             if TAIL:
                 T.barrier_arrive(stage_done)
+        for h, d in T.Parallel(ROWS, HALF):
+            dq[h, d] *= sm_scale
         T.copy(dq, KV_s[:, C0:C1])
         for h, d in T.Parallel(ROWS, HALF):
             if h < heads:
@@ -232,7 +235,10 @@ def build(plan: Plan) -> PrimFunc:
                             8,
                             predicate=r * 16 + r0 < heads,
                         )
-                T.cp_async_barrier_noinc(q_ready)
+                T.ptx_commit_group()
+                T.ptx_wait_group(0)
+                T.fence_proxy_async()
+                T.barrier_arrive(q_ready)
                 if lane < ROWS:
                     for v in T.unroll(3):
                         stats[v, lane] = T.if_then_else(
@@ -278,11 +284,14 @@ def build(plan: Plan) -> PrimFunc:
                                     8,
                                     predicate=rows[r] >= 0,
                                 )
-                        T.cp_async_barrier_noinc(kv_ready)
+                        T.ptx_commit_group()
                         if lane % 8 == 0:
                             for r in T.unroll(4):
                                 slot_row[r * 16 + r0] = rows[r]
                         T.barrier_arrive(rows_ready)
+                        T.ptx_wait_group(0)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(kv_ready)
                         if TAIL:
                             T.barrier_wait(stage_done, (i & 1) ^ 1)
                             for r in T.unroll(4):
@@ -292,11 +301,16 @@ def build(plan: Plan) -> PrimFunc:
                                     8,
                                     predicate=rows[r] >= 0,
                                 )
-                            T.cp_async_barrier_noinc(tail_ready)
+                            T.ptx_commit_group()
+                            T.ptx_wait_group(0)
+                            T.fence_proxy_async()
+                            T.barrier_arrive(tail_ready)
 
                 if TAIL:
                     if blocks > 0:
                         T.barrier_wait(stage_done, (blocks - 1) & 1)
+                    for h, d in T.Parallel(ROWS, TAIL):
+                        dq_t[h, d] *= sm_scale
                     T.copy(dq_t, KV_s[:, D_V:D])
                     for h, d in T.Parallel(ROWS, TAIL):
                         if h < heads:
@@ -307,11 +321,13 @@ def build(plan: Plan) -> PrimFunc:
                 my_slot = T.alloc_var("int32")
                 my_slot = tx % WARPGROUP // 32 * 16 + tx % 32 // 8
                 my_rows = T.alloc_local([4], "int32")
+                row_stride = T.alloc_var("int32")
+                row_stride = T.cast(G * D, "int32")
                 dkv_base = T.alloc_var(i64)
                 dkv_base = (b * S_kv * G + g) * D
                 if tx < WARPGROUP:
-                    matrix_warpgroup(0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
+                    matrix_warpgroup(0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
                 else:
-                    matrix_warpgroup(1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, G, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
+                    matrix_warpgroup(1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
 
     return sparse_mla_bwd

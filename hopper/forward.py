@@ -234,24 +234,21 @@ def build(plan: Plan):
                     for h, k in T.Parallel(ROWS, BLOCK_K):
                         s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                     T.copy(s_0, p_0)
+                    T.copy(p_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
+                    T.fence_proxy_async()
+                    T.barrier_arrive(p_0_ready)
                     for h, d in T.Parallel(ROWS, HALF):
                         o_l[h, d] *= scale_0[h]
                     T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
                     T.reduce_sum(s_0, l_i_0, dim=1)
-
-                    T.barrier_wait(max_1_ready, i & 1)
-                    T.copy(max_1, m_both_0)
                     for h in T.Parallel(ROWS):
                         l_0[h] = l_0[h] * scale_0[h] + l_i_0[h]
+                    T.barrier_wait(max_1_ready, i & 1)
+                    T.copy(max_1, m_both_0)
                     for h in T.Parallel(ROWS):
                         scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
                     for h in T.Parallel(ROWS):
                         l_0[h] = l_0[h] * scale_0[h]
-                    for h, k in T.Parallel(ROWS, BLOCK_K):
-                        s_0[h, k] *= scale_0[h]
-                    T.copy(s_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
-                    T.fence_proxy_async()
-                    T.barrier_arrive(p_0_ready)
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[0])
                     for h, d in T.Parallel(ROWS, HALF):
@@ -315,12 +312,22 @@ def build(plan: Plan):
                     T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
                     if TAIL:
                         T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
-                    T.wait_wgmma(0)
+                    # Block 0 first, in both warpgroups: its buffers are free again while block 1 is under way.
+                    T.copy(m_both_1, m_prev_1)
+                    T.barrier_wait(max_0_ready, i & 1)
+                    T.copy(max_0, m_both_1)
+                    for h in T.Parallel(ROWS):
+                        scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
+                    for h, d in T.Parallel(ROWS, HALF):
+                        o_r[h, d] *= scale_1[h]
+                    for h in T.Parallel(ROWS):
+                        l_1[h] *= scale_1[h]
+                    T.barrier_wait(p_0_ready, i & 1)
+                    T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
+                    T.wait_wgmma(1)
 
                     T.copy(m_both_1, m_prev_1)
                     T.reduce_max(s_1, m_1, dim=1, clear=True)
-                    T.barrier_wait(max_0_ready, i & 1)
-                    T.copy(max_0, m_both_1)
                     for h in T.Parallel(ROWS):
                         m_both_1[h] = T.max(m_1[h], m_both_1[h])
                     T.copy(m_both_1, max_1)
@@ -333,18 +340,16 @@ def build(plan: Plan):
                     T.copy(p_1, P_s[1, :, P_LO : P_LO + BLOCK_K])
                     T.fence_proxy_async()
                     T.barrier_arrive(p_1_ready)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(right_free[0])
                     for h, d in T.Parallel(ROWS, HALF):
                         o_r[h, d] *= scale_1[h]
                     T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
                     T.reduce_sum(s_1, l_i_1, dim=1)
                     for h in T.Parallel(ROWS):
                         l_1[h] = l_1[h] * scale_1[h] + l_i_1[h]
-                    T.barrier_wait(p_0_ready, i & 1)
-                    T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
-                    T.wait_wgmma(1)
-                    T.barrier_arrive(right_free[1])
                     T.wait_wgmma(0)
-                    T.barrier_arrive(right_free[0])
+                    T.barrier_arrive(right_free[1])
 
                 T.copy(l_1, sum_1)
                 T.barrier_arrive(sums_ready)
