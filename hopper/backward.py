@@ -57,23 +57,20 @@ def build(plan: Plan) -> PrimFunc:
         s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dq = T.alloc_fragment([ROWS, HALF], fp32)
-        # Three accumulators in turn: one is added, one gets its second product, one its first.
-        acc_0 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
-        acc_1 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
-        acc_2 = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
-        acc = (acc_0, acc_1, acc_2)
+        acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
         H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
         C0, C1 = w * HALF, (w + 1) * HALF
-        T0 = D_V + w * CHUNK
         T.fill(dq, 0)
         T.barrier_wait(stats_ready, 0)
         T.barrier_wait(q_ready, 0)
         for i in T.serial(blocks):
             T.barrier_wait(kv_ready, i & 1)
+            T.fence_proxy_async()
             T.wgmma_gemm(KV_s[:, :D_V], Q_s[H0:H1, :D_V], s, transpose_B=True, clear_accum=True)
             T.wgmma_gemm(KV_s[:, :D_V], dO_s[H0:H1, :], dp, transpose_B=True, clear_accum=True)
             if TAIL:
                 T.barrier_wait(tail_ready, i & 1)
+                T.fence_proxy_async()
                 T.wgmma_gemm(KV_s[:, D_V:D], Q_s[H0:H1, D_V:D], s, transpose_B=True)
             T.barrier_wait(rows_ready, i & 1)
             for n in T.unroll(4):
@@ -95,33 +92,27 @@ def build(plan: Plan) -> PrimFunc:
             T.barrier_wait(ds_ready, i & 1)
 
             T.wgmma_gemm(dS_s, KV_s[:, C0:C1], dq, transpose_A=True)
-            if TAIL:
-                T.wgmma_gemm(dS_s, Q_s[:, T0 : T0 + CHUNK], acc[0], clear_accum=True)
-            T.wgmma_gemm(dS_s, Q_s[:, C0 : C0 + CHUNK], acc[1], clear_accum=True)
-            T.wait_wgmma(2 if TAIL else 1)
+            T.wait_wgmma(0)
             T.barrier_arrive(kv_free)
             if TAIL:
                 T.barrier_wait(stage_free, i & 1)
-            for c in tuple(range(CHUNKS)):
-                # acc[c] is complete, acc[c + 1] = dS^T Q; then acc[c + 1] += P^T dO and acc[c + 2] = dS^T Q are under way.
+                # The two matrix warpgroups take turns with the tail.
+                if i % 2 == w:
+                    T.wgmma_gemm(dS_s, Q_s[:, D_V:D], acc, clear_accum=True)
+                    T.wait_wgmma(0)
+                    for k, d in T.Parallel(BLOCK_K, CHUNK):
+                        acc[k, d] *= sm_scale
+                    add(acc, stage, dKV, dkv_base + D_V, row_stride, my_rows)
+            for c in T.serial(CHUNKS):
+                T.wgmma_gemm(dS_s, Q_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc, clear_accum=True)
                 T.wait_wgmma(0)
                 for k, d in T.Parallel(BLOCK_K, CHUNK):
-                    acc[(c + 1) % 3][k, d] *= sm_scale
-                if c == 0 and TAIL:
-                    for k, d in T.Parallel(BLOCK_K, CHUNK):
-                        acc[0][k, d] *= sm_scale
-                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc[(c + 1) % 3])
-                if c + 1 < CHUNKS:
-                    T.wgmma_gemm(
-                        dS_s, Q_s[:, C0 + (c + 1) * CHUNK : C0 + (c + 2) * CHUNK], acc[(c + 2) % 3], clear_accum=True
-                    )
-                if c > 0:
-                    add(acc[c % 3], stage, dKV, dkv_base + C0 + (c - 1) * CHUNK, row_stride, my_rows)
-                elif TAIL:
-                    add(acc[0], stage, dKV, dkv_base + T0, row_stride, my_rows)
-            T.wait_wgmma(0)
-            T.barrier_arrive(ds_free)
-            add(acc[CHUNKS % 3], stage, dKV, dkv_base + C1 - CHUNK, row_stride, my_rows)
+                    acc[k, d] *= sm_scale
+                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc)
+                T.wait_wgmma(0)
+                if c == CHUNKS - 1:
+                    T.barrier_arrive(ds_free)
+                add(acc, stage, dKV, dkv_base + C0 + c * CHUNK, row_stride, my_rows)
             if TAIL:
                 T.barrier_arrive(stage_done)
         for h, d in T.Parallel(ROWS, HALF):
@@ -284,14 +275,11 @@ def build(plan: Plan) -> PrimFunc:
                                     8,
                                     predicate=rows[r] >= 0,
                                 )
-                        T.ptx_commit_group()
+                        T.cp_async_barrier_noinc(kv_ready)
                         if lane % 8 == 0:
                             for r in T.unroll(4):
                                 slot_row[r * 16 + r0] = rows[r]
                         T.barrier_arrive(rows_ready)
-                        T.ptx_wait_group(0)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(kv_ready)
                         if TAIL:
                             T.barrier_wait(stage_done, (i & 1) ^ 1)
                             for r in T.unroll(4):
@@ -301,10 +289,7 @@ def build(plan: Plan) -> PrimFunc:
                                     8,
                                     predicate=rows[r] >= 0,
                                 )
-                            T.ptx_commit_group()
-                            T.ptx_wait_group(0)
-                            T.fence_proxy_async()
-                            T.barrier_arrive(tail_ready)
+                            T.cp_async_barrier_noinc(tail_ready)
 
                 if TAIL:
                     if blocks > 0:

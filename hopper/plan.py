@@ -10,7 +10,7 @@ ROWS = 64  # heads of a tile: one wgmma M
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
-CHUNK = 32  # dkv columns of one product and its adds: one 128-byte line of fp32 a row
+CHUNK = 64  # dkv columns of one product and its adds: one 128-byte line of fp32 a row
 # Registers a thread holds after the split. The pool is what the launch gave: 168 a thread, not the whole register file;
 # two matrix warpgroups and a copy warpgroup that ask for more than 3 x 168 wait for ever.
 LAUNCH_REGISTERS = 168

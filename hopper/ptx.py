@@ -2,19 +2,20 @@
 
 ROW_ADD = r"""
 namespace sparse_mla {
-// Add a [64 x 32] accumulator of a warpgroup (m64 layout) to 64 fp32 rows, in full 128-byte lines.
+// Add a [64 x 64] accumulator of a warpgroup (m64 layout) to 64 fp32 rows, in full 128-byte lines.
 // Straight from the registers a warp would touch 16 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
 // against 3.8 for whole lines. So each warp turns [8 rows x 32 columns] at a time in its own KB of shared memory: float2
 // writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at c ^ (2 (r % 4) ^ (r / 4))).
+// The adds of a part are issued after the writes of the next, which hides the latency of the reads.
 // `row_n`: kv row of slot 16 warp + 4 n + lane / 8, negative when the slot is invalid.
-// Predicated, not branched around: products are in flight here, and a wait in a divergent path would serialise them.
-__device__ __forceinline__ void add_line(float *base, int row, int row_stride, const float4 v) {
+template <int Offset>
+__device__ __forceinline__ void add_line(float *to, int row, const float4 v) {
+  // Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
   asm volatile("{\n"
                ".reg .pred valid;\n"
                "setp.ge.s32 valid, %5, 0;\n"
-               "@valid red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
-               "}" ::"l"(base + (long long)row * row_stride),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row)
+               "@valid red.global.add.v4.f32 [%0 + %6], {%1, %2, %3, %4};\n"
+               "}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)
                : "memory");
 }
 __device__ __forceinline__ void add_rows(const void *accumulator, const void *stage, const void *dkv, long long column,
@@ -29,20 +30,27 @@ __device__ __forceinline__ void add_rows(const void *accumulator, const void *st
   float *write = mine + 32 * r + 2 * (q % 2);
   const float *read = mine + 32 * line;
   float *base = static_cast<float *>(const_cast<void *>(dkv)) + column + 4 * c;
+  float4 low, high;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int part = 0; part < 4; ++part) {  // rows 8 (part / 2), columns 32 (part % 2)
+    const float *mine_acc = acc + part % 2 * 16 + part / 2 * 2;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       *reinterpret_cast<float2 *>(write + 4 * ((2 * j + q / 2) ^ (2 * (r % 4) ^ r / 4))) =
-          make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+          make_float2(mine_acc[4 * j], mine_acc[4 * j + 1]);
+    if (part == 1) add_line<0>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 1) add_line<0>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 2) add_line<128>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 2) add_line<128>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 3) add_line<0>(base + (long long)row_2 * row_stride, row_2, low);
+    if (part == 3) add_line<0>(base + (long long)row_3 * row_stride, row_3, high);
     __syncwarp();
-    const float4 low = *reinterpret_cast<const float4 *>(read + 4 * (c ^ (2 * line)));
-    const float4 high = *reinterpret_cast<const float4 *>(read + 128 + 4 * (c ^ (2 * line) ^ 1));
-    const int to_low = half ? row_2 : row_0, to_high = half ? row_3 : row_1;
-    add_line(base, to_low, row_stride, low);
-    add_line(base, to_high, row_stride, high);
+    low = *reinterpret_cast<const float4 *>(read + 4 * (c ^ (2 * line)));
+    high = *reinterpret_cast<const float4 *>(read + 128 + 4 * (c ^ (2 * line) ^ 1));
   }
+  add_line<128>(base + (long long)row_2 * row_stride, row_2, low);
+  add_line<128>(base + (long long)row_3 * row_stride, row_3, high);
 }
 }  // namespace sparse_mla
 """
