@@ -37,7 +37,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".$(EXTRA)"
+	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".$(EXTRA)" numpy  # torch warns at import without numpy
 	touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python

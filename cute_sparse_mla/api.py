@@ -29,7 +29,7 @@ from torch import Tensor
 from . import autograd, dispatch, env, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
-from .errors import ArgumentTypeError, SparseMLAError
+from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError
 from .problem import MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
@@ -44,9 +44,9 @@ def _forward_arguments(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
     validation.no_plan(plan)
-    D = q.shape[-1] if q.dim() else 0
+    D = validation.row_width(q)
     return (
-        q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, max(D, 1)),
+        q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, D),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
         validation.backend_name(backend),
     )  # fmt: skip
@@ -65,9 +65,9 @@ def fwd(
     Args:
         q, kv, indices, topk_length, q_positions, attn_sink: see the module's table. Rows of `q` and `kv` are read in
             place: last dimension contiguous, rows on 16 bytes, other strides free (not 0).
-        sm_scale: finite number >= 0, default `D ** -0.5`. Models trained with another scale must pass it (the GLM-5
-            family and DeepSeek-V3.2 use `256 ** -0.5` resp. their own). A CUDA tensor is refused: reading it would
-            synchronise.
+        sm_scale: finite number >= 0 (a 0-dim CPU tensor only outside of torch.compile), default `D ** -0.5`. Models
+            trained with another scale must pass it (the GLM-5 family `256 ** -0.5`). A CUDA tensor is refused: reading
+            it would synchronise.
         d_v: width of V; default 512 at D 512 and 576, otherwise required.
         causal: bound every row by `q_positions` (default `t + S_kv - S`; it may be negative).
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
@@ -106,7 +106,8 @@ def bwd(
     first `d_v` columns, `d_sink = -sum_t (1 - w) Delta`.
 
     Args:
-        out, dout: `[..., H, d_v]` in q's dtype, rows as `q`'s; `d_v` is taken from `out`.
+        out, dout: `[..., H, d_v]` in q's dtype, rows as `q`'s, but they may be expanded over leading axes; `d_v` is
+            taken from `out`.
         lse, dlse: fp32 `[..., H]`, any strides. `dlse` of a row without a valid slot is ignored, NaN included.
         deterministic: bitwise equal results from run to run.
         dkv: optional fp32 buffer of kv's shape, contiguous; the gradient is added into it and it is returned.
@@ -186,7 +187,8 @@ def explain(
     """Can this call run here, with which kernel and config, and why; nothing is run, compiled or read.
 
     Arguments as in `fwd`. `capability=(major, minor)` asks on behalf of a CUDA device of that compute capability, with
-    tensors anywhere (the `meta` device costs no memory). Wrong arguments are reported, not raised.
+    tensors anywhere; without it, `meta` tensors (which cost no memory) ask on behalf of this machine's default device.
+    Wrong arguments are reported, not raised.
     """
     try:
         arguments = _forward_arguments(
@@ -198,13 +200,18 @@ def explain(
             q, kv, indices, d_v=width, causal=causal,
             q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink,
         )  # fmt: skip
-        device_type = q.device.type if capability is None else "cuda"
-        found = env.capability(q.device) if capability is None else capability
+        device = _default_device() if q.device.type == "meta" else q.device
+        device_type = device.type if capability is None else "cuda"
+        found = env.capability(device) if capability is None else validation.capability(capability)
         choice = dispatch.choose(call.problem, device_type, found, name, config_table.decode(config_text))
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
     return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warmup(
@@ -225,8 +232,8 @@ def warmup(
 
     Raises: as `fwd`.
     """
-    if not 1 <= heads_per_group <= MAX_HEADS_PER_GROUP:
-        raise validation.ArgumentValueError("heads_per_group", f"must lie in 1..{MAX_HEADS_PER_GROUP}", heads_per_group)
+    heads = validation.count("heads_per_group", heads_per_group, MAX_HEADS_PER_GROUP, str(MAX_HEADS_PER_GROUP))
+    D = validation.count("D", D, 1 << 16, str(1 << 16))
     if dtype not in validation.KERNEL_DTYPES:
         raise ArgumentTypeError("dtype", "must be bfloat16 or float16", dtype)
     if index_dtype not in validation.INDEX_DTYPES:
@@ -234,10 +241,15 @@ def warmup(
     width = validation.value_width(d_v, D)
     wished = config_table.decode(validation.encoded_config(config))
     name = validation.backend_name(backend)
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    flavours = (causal,) if isinstance(causal, bool) else tuple(causal)
+    validation.flag("backward", backward)
+    try:
+        where = _default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
+    flavours = tuple(causal) if isinstance(causal, (list, tuple)) else (causal,)
     choices: list[dispatch.Choice] = []
     for flavour in flavours:
-        problem = Problem(1, 1, 1, heads_per_group, 1, 1, D, width, dtype, index_dtype, flavour)
+        validation.flag("causal", flavour)
+        problem = Problem(1, 1, 1, heads, 1, 1, D, width, dtype, index_dtype, flavour)
         choices.append(dispatch.warmup(problem, where.type, env.capability(where), name, wished, backward))
     return choices

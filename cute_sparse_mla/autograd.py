@@ -123,7 +123,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
         dout = torch.zeros_like(out)
     elif not validation.rows_readable(dout):
         # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
-        dout = dout.contiguous()
+        # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
+        dout = dout.clone(memory_format=torch.contiguous_format)
     dq, dkv, d_sink = bwd_op(
         q, kv, out, dout, indices, lse, dlse, q_positions, topk_length, attn_sink, ctx.sm_scale, ctx.causal,
         torch.are_deterministic_algorithms_enabled(), None, ctx.config, ctx.backend,

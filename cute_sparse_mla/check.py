@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import statistics
 import sys
 import time
@@ -86,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     progress.step(f"select rows of {indexer.tokens} tokens")
     every_row = text_rows.text_rows(indexer, model, indexer.tokens)
     rows = replace(every_row, indices=every_row.indices[indexer.tokens - tokens :])
-    seed = args.seed if args.seed is not None else int(torch.seed() % 2**31)
+    seed = args.seed if args.seed is not None else secrets.randbelow(2**31)
     inputs = make_inputs(model, rows, seed, device)
     explained = api.explain(inputs.q, inputs.kv, inputs.indices, **_forward_options(inputs), backend=args.backend)
     if not explained.ok:
@@ -185,13 +186,10 @@ def _print_head(
 
 def _print_overlap(rows: TextRows, model: ModelShape) -> bool:
     """Print the unions of neighbouring tokens' rows; False when they leave the measured ranges (known for K = 2048)."""
-    # A token with fewer than K candidates selects them all; only full rows say how much neighbours share.
-    full = (rows.indices >= 0).all(dim=-1)
-    first_full = int(full.int().argmax()) if bool(full.any()) else rows.indices.shape[0]
-    ratios = union_ratios(rows.indices[first_full:], rows.S_kv, tuple(UNION_RANGES))
+    ratios = union_ratios(rows.indices, rows.S_kv, tuple(UNION_RANGES))
     known = model.K == UNION_K and not model.window
     good = {n: not known or low <= ratios[n] <= high for n, (low, high) in UNION_RANGES.items()}
-    print(f"unions of n neighbouring tokens' rows over K, {rows.indices.shape[0] - first_full} full rows of the text:")
+    print(f"unions of n neighbouring tokens' rows over K, all full rows of {rows.indices.shape[0]} tokens:")
     for n, (low, high) in UNION_RANGES.items():
         expected = f"   expected {low} to {high}: {'ok' if good[n] else 'MISS'}" if known else ""
         print(f"  n = {n:2d}  {ratios[n]:.2f}{expected}")

@@ -43,6 +43,8 @@ class SparseAttentionConfig:
             if field.name == "fwd_backend":
                 if not isinstance(value, str):
                     raise ArgumentTypeError(name, "must be a backend's name or None", type(value).__name__)
+                if not value.isidentifier():
+                    raise ArgumentValueError(name, "must be a backend's name or None", repr(value))
             elif isinstance(value, bool) or not isinstance(value, int):
                 raise ArgumentTypeError(name, "must be an int or None", type(value).__name__)
             elif value < 1:
@@ -52,7 +54,10 @@ class SparseAttentionConfig:
 
     def encode(self) -> str:
         """Canonical text of the fields that are set (custom ops carry it as an argument)."""
-        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
+        # Not by the json module: torch.compile cannot trace it.
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        texts = [f'"{name}": "{v}"' if isinstance(v, str) else f'"{name}": {v}' for name, v in values if v is not None]
+        return "{" + ", ".join(texts) + "}"
 
     def filled_from(self, defaults: SparseAttentionConfig) -> SparseAttentionConfig:
         """Fields left at `None` taken from `defaults`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -103,6 +103,10 @@ def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: st
 
 
 def _check_config(name: str, config: SparseAttentionConfig) -> None:
+    if config.fwd_backend is not None and config.fwd_backend not in BACKENDS:
+        raise ArgumentValueError(
+            "config.fwd_backend", f"must be one of {', '.join(BACKENDS)}", repr(config.fwd_backend)
+        )
     if config.fwd_backend not in (None, name):
         raise UnsupportedError(f"config.fwd_backend = '{config.fwd_backend}' cannot be combined with backend '{name}'")
     if name == REFERENCE and config.tokens_per_tile not in (None, 1):
@@ -144,9 +148,15 @@ def _choose_for(call: Call, backend: str, config_text: str) -> Choice:
     return choice
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    # Kernels launch on the tensors' device, whatever device is current.
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@contextlib.contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    """The tensors' device, whatever device is current, and no autocast: an operator's roundings are its own."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 # -- running -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def support_checkout() -> None:
     """Make `cute_sparse_mla.hopper` and `.bench` importable when the package is used from its source tree."""
     in_checkout = (_PACKAGE_DIR.parent / "pyproject.toml").is_file() and not (_PACKAGE_DIR / _MAPPED[0]).exists()
     if in_checkout and not any(type(f).__name__ == _CheckoutFinder.__name__ for f in sys.meta_path):
-        sys.meta_path.append(_CheckoutFinder())
+        # In front: an editable install of another checkout would otherwise lend this one its sub-packages.
+        sys.meta_path.insert(0, _CheckoutFinder())
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -22,11 +22,18 @@ CHUNK_BYTES = 256 << 20
 # -- documents and ranges ------------------------------------------------------------------------------------------
 
 
+def _check_rows(name: str, rows: Tensor, shape: tuple[int, ...] | None = None, letters: str = "") -> None:
+    """Row numbers or counts of rows: an int32 or int64 tensor, of this shape if one is given."""
+    if not isinstance(rows, Tensor):
+        raise ArgumentTypeError(name, "must be an int32 or int64 tensor", type(rows).__name__)
+    if rows.dtype not in (torch.int32, torch.int64):
+        raise ArgumentTypeError(name, "must be an int32 or int64 tensor", rows.dtype)
+    if shape is not None and tuple(rows.shape) != shape:
+        raise ArgumentValueError(name, f"shape must be [{letters}] = {list(shape)}", list(rows.shape))
+
+
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ArgumentTypeError(
-            name, "must be an int32 or int64 tensor", getattr(cu_seqlens, "dtype", type(cu_seqlens))
-        )
+    _check_rows(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ArgumentValueError(name, "must be [documents + 1] with at least one document", list(cu_seqlens.shape))
 
@@ -40,6 +47,7 @@ def _check_count(name: str, value: int, low: int) -> None:
 
 def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     """First kv row of the document that holds each row number in `positions` (any shape), same dtype."""
+    _check_rows("positions", positions)
     _check_cu_seqlens("cu_seqlens", cu_seqlens)
     return cu_seqlens[_document_of(positions, cu_seqlens)].to(positions.dtype)
 
@@ -64,17 +72,21 @@ def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tens
     Returns: `(start, stop)`, both int32 `[T]`.
     """
     _check_count("T", T, 0)
+    if cu_seqlens is not None:
+        _check_cu_seqlens("cu_seqlens", cu_seqlens)
     if q_positions is None:
         like = cu_seqlens if cu_seqlens is not None else torch.empty(0, device=device)
         q_positions = torch.arange(T, device=like.device, dtype=torch.int32)
-    elif tuple(q_positions.shape) != (T,):
-        raise ArgumentValueError("q_positions", f"shape must be [T] = [{T}]", list(q_positions.shape))
+    else:
+        _check_rows("q_positions", q_positions, (T,), "T")
     starts = torch.zeros_like(q_positions) if cu_seqlens is None else document_starts(q_positions, cu_seqlens)
     return starts.int(), (q_positions + 1).int()
 
 
 def range_rows(start: Tensor, stop: Tensor, K: int) -> Tensor:
     """All rows of each range, `[..., K]` int32: `start, start + 1, ..., stop - 1`, then -1; cut off at K."""
+    _check_rows("start", start)
+    _check_rows("stop", stop)
     _check_count("K", K, 0)
     rows = start[..., None] + torch.arange(K, device=start.device, dtype=start.dtype)
     return rows.masked_fill(rows >= stop[..., None], INVALID).int()
@@ -91,9 +103,12 @@ def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None
 
     Returns: global rows as `indices`, -1 where invalid.
     """
+    _check_rows("indices", indices)
+    _check_rows("start", start, tuple(indices.shape[:1]), "T")
     shape = (-1,) + (1,) * (indices.dim() - 1)
     valid = indices >= 0
     if length is not None:
+        _check_rows("length", length, tuple(indices.shape[:1]), "T")
         valid &= indices < length.view(shape)
     return (indices + start.view(shape).to(indices.dtype)).masked_fill_(~valid, INVALID)
 
@@ -103,6 +118,7 @@ def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None
 
 def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """The last `window` rows up to each position: `[..., window]` int32, oldest first, -1 outside the document."""
+    _check_rows("q_positions", q_positions)
     _check_count("window", window, 1)
     rows = q_positions[..., None] + torch.arange(1 - window, 1, device=q_positions.device, dtype=q_positions.dtype)
     starts = 0 if cu_seqlens is None else document_starts(q_positions, cu_seqlens)[..., None]
@@ -112,8 +128,11 @@ def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None =
 def compressed_positions(q_positions: Tensor, ratio: int) -> Tensor:
     """Causal bounds in rows of a KV compressed `ratio` to one: only whole compressed blocks up to the position count.
 
-    May be -1 (no block is complete yet). DeepSeek-V4's compressed layers.
+    May be -1 (no block is complete yet). For one document whose compressed rows start at 0; packed documents are
+    compressed one by one, so give positions within the document and add its first compressed row. DeepSeek-V4's
+    compressed layers.
     """
+    _check_rows("q_positions", q_positions)
     _check_count("ratio", ratio, 1)
     return (q_positions + 1) // ratio - 1
 
@@ -127,12 +146,18 @@ def window_and_selected(window_rows: Tensor, selected: Tensor, selected_offset: 
         selected_offset: first kv row of the selected part, when kv is the concatenation of uncompressed rows and
             compressed ones; 0 when both parts index the same rows. A row that stands in both parts counts twice.
     """
+    _check_rows("window_rows", window_rows)
+    _check_rows("selected", selected)
+    if selected.shape[:-1] != window_rows.shape[:-1]:
+        rule = f"leading dimensions must be window_rows' {list(window_rows.shape[:-1])}"
+        raise ArgumentValueError("selected", rule, list(selected.shape))
     _check_count("selected_offset", selected_offset, 0)
     return torch.cat([window_rows, torch.where(selected < 0, INVALID, selected + selected_offset)], dim=-1)
 
 
 def pad_slots(indices: Tensor, multiple: int) -> Tensor:
     """`indices [..., K]` with -1 appended until K is a multiple. Ours never needs it; other kernels do."""
+    _check_rows("indices", indices)
     _check_count("multiple", multiple, 1)
     return torch.nn.functional.pad(indices, (0, -indices.shape[-1] % multiple), value=INVALID)
 
@@ -164,8 +189,8 @@ def select_topk(
     S_kv = ik.shape[0]
     if q_positions is None:
         q_positions = torch.arange(T, device=iq.device) + (S_kv - T)
-    elif tuple(q_positions.shape) != (T,):
-        raise ArgumentValueError("q_positions", f"shape must be [T] = [{T}]", list(q_positions.shape))
+    else:
+        _check_rows("q_positions", q_positions, (T,), "T")
     start, stop = causal_ranges(T, cu_seqlens, q_positions=q_positions)
     compute = torch.float64 if iq.dtype == torch.float64 else torch.float32
     keys = ik.to(compute)
@@ -175,8 +200,10 @@ def select_topk(
     step = max(1, CHUNK_BYTES // max((heads + 3) * S_kv * compute.itemsize, 1))
     for first in range(0, T if take else 0, step):
         chunk = slice(first, first + step)
-        logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
-        scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
+        # Autocast would compute the scores in 16 bits.
+        with torch.autocast(iq.device.type, enabled=False):
+            logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
+            scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
         outside = (row_number < start[chunk, None]) | (row_number >= stop[chunk, None])
         best = scores.masked_fill_(outside, float("-inf")).topk(take, dim=-1)
         rows[chunk, :take] = best.indices.int().masked_fill_(best.values == float("-inf"), INVALID)
@@ -206,29 +233,36 @@ def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
 
 
 def union_ratios(indices: Tensor, S_kv: int, groups: Sequence[int] = (2, 4, 8, 16)) -> dict[int, float]:
-    """Mean size of the union of n neighbouring tokens' rows over the mean number of valid slots of a token.
+    """How many distinct kv rows n neighbouring tokens select together, over K.
 
     Args:
-        indices: `[T, K]`; entries outside `0..S_kv-1` do not count.
+        indices: `[T, K]`; a slot is valid when its entry lies in `0..S_kv-1`.
         S_kv: number of kv rows.
-        groups: numbers of neighbouring tokens; groups start at multiples of n, a last partial group is left out.
+        groups: numbers of neighbouring tokens; group i of size n holds tokens `n i` to `n i + n - 1`.
 
-    Returns: ratio per n (between 1 and n); NaN where no group is complete or no slot valid. Reads its result on the
-    host: for reports, not for the hot path.
+    Returns: per n the mean of `|union of the group's rows| / K`, from 1 (all rows alike) to n (all disjoint), over
+    complete groups whose slots are all valid: the first tokens of a causal document select all there is, which says
+    nothing. NaN without such a group. Reads its result on the host: for reports, not for the hot path.
     """
-    T = indices.shape[0]
-    ratios = {}
+    _check_rows("indices", indices)
+    if indices.dim() != 2:
+        raise ArgumentValueError("indices", "must be [T, K]", f"shape {list(indices.shape)}")
+    _check_count("S_kv", S_kv, 0)
+    for n in groups:
+        _check_count("groups", n, 1)
+    T, K = indices.shape
+    full = ((indices >= 0) & (indices < S_kv)).all(dim=1)
     step = max(1, CHUNK_BYTES // max(S_kv, 1))
+    ratios = {}
     for n in groups:
         complete = T // n
-        union = slots = 0
+        whole = full[: complete * n].view(complete, n).all(dim=1)
+        rows = indices[: complete * n].reshape(complete, n * K)
+        union = torch.zeros((), dtype=torch.int64, device=indices.device)
         for first in range(0, complete, step):
-            count = min(step, complete - first)
-            rows = indices[first * n : (first + count) * n].long().view(count, -1)
-            valid = (rows >= 0) & (rows < S_kv)
-            seen = torch.zeros(count, S_kv + 1, dtype=torch.bool, device=indices.device)
-            seen.scatter_(1, rows.masked_fill(~valid, S_kv), True)
-            union += int(seen[:, :S_kv].sum())
-            slots += int(valid.sum())
-        ratios[n] = union * n / slots if slots else float("nan")
+            chunk = rows[first : first + step][whole[first : first + step]].long()
+            seen = torch.zeros(chunk.shape[0], S_kv, dtype=torch.bool, device=indices.device)
+            union += seen.scatter_(1, chunk, True).sum()
+        slots = int(whole.sum()) * K
+        ratios[n] = int(union) / slots if slots else float("nan")
     return ratios

@@ -16,8 +16,10 @@ Equations (`s = sm_scale q k`, sums over the valid slots of a row):
 
 Tensors are batched: `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]`, as in `problem.Problem`. Work runs
 over chunks of tokens and slots, so memory stays near `CHUNK_BYTES` whatever the lengths. Nothing here reads device
-data on the host. Sources: the softmax recurrence over slot chunks is Milakov and Gimelshein (2018); `Delta` is the row
-term of FlashAttention-2's backward; the sink is one extra logit without a value (StreamingLLM, gpt-oss).
+data on the host. On CUDA torch's matmul precision applies: leave TF32 off (the default) for fp32 scores.
+
+Sources: the softmax recurrence over slot chunks is Milakov and Gimelshein (2018); `Delta` is the row term of
+FlashAttention-2's backward; the sink is one extra logit without a value (StreamingLLM, gpt-oss).
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from torch import Tensor
 
 from .problem import MaybeTensor
 
-# Working set of one chunk: gathered rows and scores. Large enough for full-speed matrix products on a CPU.
-CHUNK_BYTES = {"cpu": 192 << 20, "cuda": 1 << 30}
-# Rows of up to so many slots are never split into slot chunks.
+# Working set of one chunk: gathered rows and scores. More gains nothing on a CPU.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+# Longer rows are split every so many slots, whatever the number of tokens: a row's result must not depend on others.
 WHOLE_ROW = 4096
 
 
@@ -103,7 +105,8 @@ class _Tokens:
         self.B, self.S, self.device = B, S, device
 
     def chunks(self, per_token_bytes: int) -> Iterator[slice]:
-        return _chunks(self.B * self.S, per_token_bytes, 1, self.device)
+        step = max(1, CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]) // max(per_token_bytes, 1))
+        return _chunks(self.B * self.S, step)
 
     def batch_entry(self, tokens: slice) -> Tensor:
         """Batch entry of every token of a chunk, `[t]`."""
@@ -119,8 +122,7 @@ class _Tokens:
         return tensor[number // self.S, number % self.S]
 
 
-def _chunks(count: int, item_bytes: int, at_least: int, device: torch.device) -> Iterator[slice]:
-    step = max(at_least, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // max(item_bytes, 1))
+def _chunks(count: int, step: int) -> Iterator[slice]:
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
@@ -175,9 +177,25 @@ class _Selection:
         return _Slots(indices, valid, axis.batch_entry(tokens) if axis.B > 1 else None, self.kv, self.compute)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` per token, `[t, m, k] @ [t, k, n]`."""
+    if a.shape[0] != 1:
+        return torch.bmm(a, b)
+    # A lone matrix takes another path through the BLAS than one of many, with other roundings.
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+
+
+def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """`target += a @ b` per token."""
+    if a.shape[0] != 1:
+        target.baddbmm_(a, b)
+    else:
+        target.copy_(torch.baddbmm(target.expand(2, -1, -1), a.expand(2, -1, -1), b.expand(2, -1, -1))[:1])
+
+
 def _masked_scores(q: Tensor, rows: Tensor, valid: Tensor, sm_scale: float) -> Tensor:
     """`s [t, h, k]`, `-inf` at invalid slots."""
-    scores = torch.bmm(q, rows.transpose(1, 2)).mul_(sm_scale)
+    scores = _product(q, rows.transpose(1, 2)).mul_(sm_scale)
     return scores.masked_fill_(~valid[:, None, :], float("-inf"))
 
 
@@ -224,7 +242,7 @@ def forward(
             heads = slice(group * h, (group + 1) * h)
             q_group = q_chunk[:, heads].to(rule.compute)
             state = _OnlineSoftmax(q_group.shape[0], h, d_v, rule, q.device)
-            for slots in _chunks(K, q_group.shape[0] * per_slot, WHOLE_ROW, q.device):
+            for slots in _chunks(K, WHOLE_ROW):
                 rows, valid, _ = chunk.rows(group, slots)
                 state.add(_masked_scores(q_group, rows, valid, sm_scale), rows[..., :d_v])
             result, row_lse = state.finish(None if sink is None else sink[heads])
@@ -256,7 +274,7 @@ class _OnlineSoftmax:
         p = scores.sub_(shift[..., None]).exp_()
         self.total = self.total * decay + p.sum(-1)
         p = p.to(self.operands).to(values.dtype)
-        self.values.mul_(decay[..., None]).baddbmm_(p, values)
+        _add_product(self.values.mul_(decay[..., None]), p, values)
         self.maximum = maximum
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -310,13 +328,13 @@ def backward(
             heads = slice(group * h, (group + 1) * h)
             q_group, group_row = q_chunk[:, heads].to(rule.compute), row.heads(heads)
             grad_q = torch.zeros_like(q_group)
-            for slots in _chunks(K, q_group.shape[0] * per_slot, WHOLE_ROW, q.device):
+            for slots in _chunks(K, WHOLE_ROW):
                 rows, valid, number = chunk.rows(group, slots)
                 p, dS = _score_gradients(q_group, rows, valid, group_row, sm_scale, d_v)
                 p, dS = (x.to(rule.operands).to(rule.compute) for x in (p, dS))
-                grad_q.baddbmm_(dS, rows)
-                grad_rows = torch.bmm(dS.transpose(1, 2), q_group).mul_(sm_scale)
-                grad_rows[..., :d_v].baddbmm_(p.transpose(1, 2), group_row.dout)
+                _add_product(grad_q, dS, rows)
+                grad_rows = _product(dS.transpose(1, 2), q_group).mul_(sm_scale)
+                _add_product(grad_rows[..., :d_v], p.transpose(1, 2), group_row.dout)
                 _add_rows(sums[:, group], number.flatten(), grad_rows.flatten(0, 1), deterministic)
                 touched[:, group].index_fill_(0, number.flatten(), True)
             dq[tokens, heads] = grad_q.mul_(sm_scale).to(rule.outputs)
@@ -381,7 +399,7 @@ def _score_gradients(
     invalid = ~valid[:, None, :]
     lse = row.lse.masked_fill(_is_empty(row.lse), 0)
     p_hat = _masked_scores(q, rows, valid, sm_scale).sub_(lse[..., None]).exp_()
-    dP = torch.bmm(row.dout, rows[..., :d_v].transpose(1, 2))
+    dP = _product(row.dout, rows[..., :d_v].transpose(1, 2))
     slope = dP.sub_(row.delta[..., None]).mul_(row.w[..., None])
     if row.dlse is not None:
         slope.add_(row.dlse[..., None])

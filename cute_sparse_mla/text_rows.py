@@ -50,7 +50,10 @@ class TextRows:
 
 def load_indexer(path: str | Path | None = None, device: torch.device | str = "cpu") -> Indexer:
     """The indexer tensors in `path` (default: the committed sample), dequantised to fp32."""
-    data = torch.load(path or SAMPLE, map_location=device, weights_only=True)
+    path = Path(path or SAMPLE)
+    if not path.is_file():
+        raise ArgumentValueError("rows", "must be a file that bench.make_rows wrote", path)
+    data = torch.load(path, map_location=device, weights_only=True)
     iq, ik, weights = (data[name].float() * data[f"{name}_scale"] for name in ("iq", "ik", "weights"))
     return Indexer(iq, ik, weights, data["source"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,15 +65,23 @@ def scale(sm_scale: Any, D: int) -> float:
         sm_scale = sm_scale.item()
     if isinstance(sm_scale, bool) or not _is_real(sm_scale):
         raise ArgumentTypeError("sm_scale", rule, type(sm_scale).__name__)
-    value = float(sm_scale)
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value) or value < 0:
         raise ArgumentValueError("sm_scale", rule, value)
+    if value > torch.finfo(torch.float32).max:
+        raise ArgumentValueError("sm_scale", "must be finite in fp32, in which scores are computed", value)
     return value
 
 
 def _is_real(value: object) -> bool:
-    # numpy's float16 and float32 are not registered as Real, but carry the protocol.
-    return isinstance(value, Real) or (hasattr(value, "__float__") and getattr(value, "shape", None) == ())
+    if isinstance(value, Real):
+        return True
+    # numpy's float16 and 0-dim arrays are not registered as Real; its texts and complex numbers convert all the same.
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    return kind in ("f", "i", "u") and getattr(value, "shape", None) == ()
 
 
 def flag(name: str, value: Any) -> bool:
@@ -89,12 +97,25 @@ def value_width(d_v: Any, D: int) -> int:
         d_v = default_d_v(D)
         if d_v is None:
             raise ArgumentValueError("d_v", f"must be given when D is not 512 or 576 (D = {D})", None)
-    if isinstance(d_v, bool) or not isinstance(d_v, Integral):
-        raise ArgumentTypeError("d_v", "must be an int", type(d_v).__name__)
-    width = int(d_v)
-    if not 1 <= width <= D:
-        raise ArgumentValueError("d_v", f"must lie in 1..D = {D}", width)
-    return width
+    return count("d_v", d_v, D, f"D = {D}")
+
+
+def count(name: str, value: Any, high: int, limit: str) -> int:
+    """An int in `1..high`, where `limit` is how the message calls `high`."""
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise ArgumentTypeError(name, "must be an int", type(value).__name__)
+    # A size of a graph with dynamic shapes stays symbolic.
+    number = cast(int, value) if isinstance(value, torch.SymInt) else int(value)
+    if not 1 <= number <= high:
+        raise ArgumentValueError(name, f"must lie in 1..{limit}", number)
+    return number
+
+
+def capability(value: Any) -> tuple[int, int]:
+    """A compute capability, `(major, minor)`."""
+    if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, int) for part in value):
+        raise ArgumentTypeError("capability", "must be (major, minor), two ints", repr(value))
+    return value
 
 
 def encoded_config(config: Any) -> str:
@@ -149,22 +170,27 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ArgumentTypeError(name, "must be a dense (strided) tensor", tensor.layout)
 
 
-def _layout_fault(tensor: Tensor, pointers: bool) -> tuple[str, object] | None:
-    """The first rule of the row layout that a tensor breaks, or `None`: (rule, what came)."""
+def _layout_fault(tensor: Tensor, pointers: bool, is_output: bool = False) -> tuple[str, object] | None:
+    """The first rule of the row layout that a tensor breaks, or `None`: (rule, what came).
+
+    `is_output` is for `out` and `dout`: rows of an odd d_v only need the alignment that they can have, and rows may be
+    expanded (stride 0), since they are only read once each.
+    """
     if 0 in tensor.shape:
         return None
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
+    alignment = math.gcd(ROW_ALIGNMENT, shape[-1] * size) if is_output else ROW_ALIGNMENT
     if shape[-1] > 1 and strides[-1] != 1:
         return "last dimension must be contiguous (stride 1)", f"strides {strides}"
     for length, stride in zip(shape[:-1], strides[:-1], strict=True):
         if length == 1:
             continue
-        if stride == 0:
+        if stride == 0 and not is_output:
             return "must not be expanded (stride 0): its rows are read in place", f"strides {strides}"
-        if stride * size % ROW_ALIGNMENT:
-            return f"rows must start on {ROW_ALIGNMENT} bytes", f"strides {strides} of {size}-byte elements"
-    if pointers and tensor.data_ptr() % ROW_ALIGNMENT:
-        return f"rows must start on {ROW_ALIGNMENT} bytes", f"an address {tensor.data_ptr() % ROW_ALIGNMENT} bytes past"
+        if stride * size % alignment:
+            return f"rows must start on {alignment} bytes", f"strides {strides} of {size}-byte elements"
+    if pointers and tensor.data_ptr() % alignment:
+        return f"rows must start on {alignment} bytes", f"an address {tensor.data_ptr() % alignment} bytes past"
     return None
 
 
@@ -173,13 +199,13 @@ def _has_address(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
 
 
-def rows_readable(tensor: Tensor) -> bool:
-    """Whether a tensor can be read in place under the row layout of the contract."""
-    return _layout_fault(tensor, _has_address(tensor)) is None
+def rows_readable(dout: Tensor) -> bool:
+    """Whether the gradient of `out` can be read in place under the row layout of the contract."""
+    return _layout_fault(dout, _has_address(dout), is_output=True) is None
 
 
-def _layout(name: str, tensor: Tensor) -> None:
-    fault = _layout_fault(tensor, _has_address(tensor))
+def _layout(name: str, tensor: Tensor, is_output: bool = False) -> None:
+    fault = _layout_fault(tensor, _has_address(tensor), is_output)
     if fault is not None:
         raise ArgumentValueError(name, *fault)
 
@@ -201,10 +227,18 @@ def _batched(tensor: MaybeTensor, packed: bool) -> MaybeTensor:
     return tensor.unsqueeze(0) if packed and tensor is not None else tensor
 
 
-def _ranks(q: Tensor, kv: Tensor, indices: Tensor) -> bool:
-    """Check ranks; `True` for a packed call."""
+def row_width(q: Tensor) -> int:
+    """D of a `q` of the right rank, at least 1."""
     if q.dim() not in (3, 4):
         raise ArgumentValueError("q", "must be [B, S, H, D] or packed [T, H, D]", f"shape {list(q.shape)}")
+    if 0 in q.shape[-2:]:
+        raise ArgumentValueError("q", "must have at least one head and one column", f"shape {list(q.shape)}")
+    return q.shape[-1]
+
+
+def _ranks(q: Tensor, kv: Tensor, indices: Tensor) -> bool:
+    """Check ranks; `True` for a packed call."""
+    row_width(q)
     packed = q.dim() == 3
     if kv.dim() != q.dim():
         letters = "[T_kv, G, D] (q is packed)" if packed else "[B, S_kv, G, D] (q is batched)"
@@ -237,8 +271,6 @@ def forward(
         indices = indices.unsqueeze(-2)
     lead, (H, D), K = tuple(q.shape[:-2]), q.shape[-2:], indices.shape[-1]
     prefix = "T" if packed else "B, S"
-    if D < 1 or H < 1:
-        raise ArgumentValueError("q", "must have at least one head and one column", f"shape {list(q.shape)}")
     S_kv, G = kv.shape[-3:-1]
     if G < 1 or H % G:
         raise ArgumentValueError("kv", f"its group count must divide q's head count {H}", f"G = {G}")
@@ -295,7 +327,7 @@ def backward(
         _device(name, tensor, q.device)
         _dtype(name, tensor, (q.dtype,), " as q")
         _shape(name, tensor, (*lead, H, d_v), f"{prefix}, H, d_v")
-        _layout(name, tensor)
+        _layout(name, tensor, is_output=True)
     row_terms: dict[str, Tensor | None] = {"lse": lse, "dlse": dlse}
     for name, term in row_terms.items():
         if term is None:

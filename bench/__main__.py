@@ -1,0 +1,7 @@
+"""`python -m bench`."""
+
+import sys
+
+from .cli import console
+
+sys.exit(console())

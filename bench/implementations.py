@@ -1,0 +1,213 @@
+"""What the harness can run: this package in any configuration, and the interface that adapters of peers follow.
+
+An `Implementation` says what it supports; `prepare` gives a `Call` bound to one set of inputs. Conversions that a user
+of the implementation would make once (views, an index builder's filler for invalid slots) belong to `prepare` and are
+not timed; copies that every call needs (padded heads, padded slots) happen inside `fwd` and `bwd` and are. A `Call`'s
+`state` is whatever its forward returns; the backward takes it in that native form, and `out_lse` and `gradients` turn
+native results into the contract's, outside the timed part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_sparse_mla
+from cute_sparse_mla import env
+from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.errors import ArgumentValueError
+from cute_sparse_mla.precision import Inputs
+from cute_sparse_mla.problem import Problem
+
+FWD, BWD, BOTH = "fwd", "bwd", "fwd+bwd"
+PASSES = (FWD, BWD, BOTH)
+Gradients = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Call(ABC):
+    """One implementation bound to one set of inputs."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+    @abstractmethod
+    def fwd(self) -> Any:
+        """Run the forward: native state."""
+
+    @abstractmethod
+    def bwd(self, state: Any) -> Any:
+        """Run the backward from a native state: native gradients."""
+
+    @abstractmethod
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        """`out [T, H, d_v]` and natural-log `lse [T, H]`, -inf for rows without a valid slot."""
+
+    @abstractmethod
+    def gradients(self, native: Any) -> Gradients:
+        """`dq [T, H, D]`, `dkv [S_kv, 1, D]`, `d_sink [H]` or `None`."""
+
+    @abstractmethod
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        """Native state for `bwd` from the contract's `out` and `lse` of another implementation's forward."""
+
+    def conversions(self) -> str:
+        """What was converted for this call, and which of it is in its time."""
+        return ""
+
+
+class Implementation(ABC):
+    """Something that computes the forward, the backward, or both."""
+
+    name: str
+    version: str | None = None
+
+    @abstractmethod
+    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+        """Why a pass (`fwd` or `bwd`) of this problem cannot run, or an empty string."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs, problem: Problem) -> Call:
+        """Bind to inputs."""
+
+    def differs(self, inputs: Inputs, which: str) -> str:
+        """Why a pass computes something else than the contract on these inputs, at the same cost; or an empty string.
+
+        Such a pass is timed, but neither judged nor compared.
+        """
+        return ""
+
+    def config(self, inputs: Inputs) -> dict[str, str]:
+        """The configuration that runs, for the result row."""
+        return {}
+
+    def unsupported_pass(self, problem: Problem, which: str, device: torch.device) -> str:
+        """As `unsupported`, for `fwd+bwd` too."""
+        parts = (FWD, BWD) if which == BOTH else (which,)
+        return "; ".join(dict.fromkeys(filter(None, (self.unsupported(problem, part, device) for part in parts))))
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+class _OursCall(Call):
+    def __init__(self, inputs: Inputs, options: dict[str, Any], deterministic: bool) -> None:
+        super().__init__(inputs)
+        self.options = {**inputs.options, **options}
+        self.deterministic = deterministic
+
+    def fwd(self) -> Any:
+        i = self.inputs
+        return cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **self.options)
+
+    def bwd(self, state: Any) -> Any:
+        i, (out, lse) = self.inputs, state
+        return cute_sparse_mla.bwd(
+            i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, deterministic=self.deterministic, **self.options
+        )
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        return state
+
+    def gradients(self, native: Any) -> Gradients:
+        return native
+
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        return out, lse
+
+
+class Ours(Implementation):
+    """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart."""
+
+    def __init__(self, settings: str = "", backend: str | None = None) -> None:
+        self.name = f"ours:{settings}" if settings else "ours"
+        self.version = cute_sparse_mla.__version__
+        self.deterministic = False
+        self.backend = backend
+        names = {field.name for field in fields(SparseAttentionConfig)}
+        chosen: dict[str, Any] = {}
+        for setting in filter(None, settings.split(",")):
+            key, _, value = setting.partition("=")
+            if key == "deterministic" and not value:
+                self.deterministic = True
+            elif key == "backend" and value:
+                self.backend = value
+            elif key in names and value:
+                chosen[key] = int(value) if value.isdecimal() else value
+            else:
+                known = ", ".join(("deterministic", "backend=...", *(f"{name}=..." for name in sorted(names))))
+                raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
+        self.settings = SparseAttentionConfig(**chosen)
+
+    def _options(self) -> dict[str, Any]:
+        return {"backend": self.backend, "config": self.settings}
+
+    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+        q = torch.empty(problem.S, problem.H, problem.D, dtype=problem.dtype, device="meta")
+        kv = torch.empty(problem.S_kv, problem.G, problem.D, dtype=problem.dtype, device="meta")
+        rows = torch.empty(problem.S, problem.G, problem.K, dtype=problem.index_dtype, device="meta")
+        # The meta device costs no memory; the answer is the real device's.
+        capability = env.capability(device)
+        if capability is None and (self.backend or "reference") == "reference":
+            return ""
+        answer = cute_sparse_mla.explain(
+            q, kv, rows, d_v=problem.d_v, causal=problem.causal, capability=capability, **self._options()
+        )
+        return "" if answer.ok else answer.reason
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Call:
+        return _OursCall(inputs, self._options(), self.deterministic)
+
+    def config(self, inputs: Inputs) -> dict[str, str]:
+        i = inputs
+        answer = cute_sparse_mla.explain(i.q, i.kv, i.indices, d_v=i.d_v, **i.options, **self._options())
+        return {"backend": str(answer.backend), "config": str(answer.config), "why": answer.table_row}
+
+
+# -- a forward of one and the backward of another ------------------------------------------------------------------
+
+
+class _PairCall(Call):
+    def __init__(self, forward: Call, backward: Call) -> None:
+        super().__init__(forward.inputs)
+        self.forward, self.backward = forward, backward
+
+    def fwd(self) -> Any:
+        return self.forward.fwd()
+
+    def bwd(self, state: Any) -> Any:
+        return self.backward.bwd(self.backward.adopt(*self.forward.out_lse(state)))
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        return self.forward.out_lse(state)
+
+    def gradients(self, native: Any) -> Gradients:
+        return self.backward.gradients(native)
+
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        raise NotImplementedError("a pair runs its own forward")
+
+    def conversions(self) -> str:
+        parts = (self.forward.conversions(), self.backward.conversions(), "out and lse handed over in the bwd's time")
+        return "; ".join(filter(None, parts))
+
+
+class Pair(Implementation):
+    """`forward+backward`: what users without one package for both glue together."""
+
+    def __init__(self, forward: Implementation, backward: Implementation) -> None:
+        self.forward, self.backward = forward, backward
+        self.name = f"{forward.name}+{backward.name}"
+        self.version = f"{forward.version} + {backward.version}"
+
+    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+        return (self.forward if which == FWD else self.backward).unsupported(problem, which, device)
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Call:
+        return _PairCall(self.forward.prepare(inputs, problem), self.backward.prepare(inputs, problem))
+
+    def differs(self, inputs: Inputs, which: str) -> str:
+        return (self.forward if which == FWD else self.backward).differs(inputs, which)

@@ -1,0 +1,278 @@
+"""Adapters of peers against stand-ins that have the peers' signatures, conventions and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_sparse_mla
+from bench import cli, peers
+from bench.harness import Run, Settings, run_shape
+from bench.implementations import Ours, Pair
+from bench.peers import CuDNN, FlashMLA, TileLangExample
+from bench.shapes import BenchShape, draw
+from cute_sparse_mla.precision import Inputs
+
+CPU = torch.device("cpu")
+D576 = BenchShape("shape", 24, 24, 8, 576, 512, 40, 256**-0.5)
+
+# Stand-ins compute by the package's reference, after checking what the peer demands of its inputs.
+FLASH_MLA = """
+import math
+import torch
+import cute_sparse_mla
+seen = []
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+    assert q.shape[1] in (64, 128) and indices.shape[1] == 1 and indices.shape[2] % 128 == 0 and d_v == 512
+    assert indices.dtype == torch.int32 and kv.dim() == 3 and q.dtype == torch.bfloat16
+    seen.append((q.shape[1], indices.shape[2]))
+    out, lse = cute_sparse_mla.fwd(q, kv, indices, d_v=d_v, sm_scale=sm_scale, attn_sink=attn_sink,
+                                   topk_length=topk_length, backend="reference")
+    return out, torch.zeros_like(lse), lse.masked_fill(lse == -math.inf, math.inf)
+"""
+
+TILELANG_FWD = """
+import math
+import torch
+import utils
+import cute_sparse_mla
+def _check(q, kv, indices):
+    assert q.dim() == kv.dim() == indices.dim() == 4 and q.shape[-1] == 576 and indices.is_contiguous()
+    assert indices.dtype == torch.int32 and indices.shape[-1] % 128 == 0
+    assert (indices >= 0).all(), "index -1 would pass the causal test and count"
+def positions(q, start=0):
+    return torch.arange(start, start + q.shape[1])[None]
+def sparse_mla_fwd_interface(q, kv, indices, START sm_scale=None, d_v=512):
+    _check(q, kv, indices)
+    out, lse = cute_sparse_mla.fwd(q, kv, indices, sm_scale=sm_scale, causal=True, q_positions=positions(q, OFFSET),
+                                   backend="reference")
+    return out, lse * math.log2(math.e)
+"""
+PLAIN = TILELANG_FWD.replace("START ", "").replace("OFFSET", "0")
+PIPELINED = TILELANG_FWD.replace("START", "q_start_index_s, kv_stride,").replace("OFFSET", "q_start_index_s")
+
+TILELANG_BWD = """
+import math
+import torch
+import utils
+import cute_sparse_mla
+def sparse_mla_bwd(q, kv, o, do, indices, lse, sm_scale=None, is_casual=True, return_kernel=False, delta=None):
+    assert q.dim() == kv.dim() == o.dim() == do.dim() == indices.dim() == 4 and lse.is_contiguous()
+    assert (indices >= 0).all() and indices.shape[-1] % 32 == 0
+    dq, dkv, _ = cute_sparse_mla.bwd(q, kv, o, do, indices, lse * math.log(2), sm_scale=sm_scale, causal=True,
+                                     q_positions=torch.arange(q.shape[1])[None], backend="reference")
+    return dq, dkv
+"""
+
+CUDNN = """
+import torch
+import cute_sparse_mla
+class DSA:
+    @staticmethod
+    def sparse_attention_backward_wrapper(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None,
+                                          topk_length=None, dq=None, dkv=None, block_tile=64, deterministic=False,
+                                          stream=None, workspace=None, q_cluster_mode="off"):
+        assert kv.dim() == 2 and topk_idxs.dim() == 2 and topk_idxs.dtype == torch.int32
+        assert attn_sink.shape == (q.shape[1],) and attn_sink.dtype == lse.dtype == torch.float32
+        assert all(t.is_contiguous() for t in (q, kv, out, dout, lse, topk_idxs))
+        dq, dkv, d_sink = cute_sparse_mla.bwd(
+            q, kv[:, None], out, dout, topk_idxs, lse, sm_scale=softmax_scale, topk_length=topk_length,
+            attn_sink=attn_sink, backend="reference")
+        return {"dq": dq, "dkv": dkv[:, 0], "d_sink": d_sink}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with all stand-ins; modules loaded from it are forgotten afterwards."""
+    files = {
+        "utils": "", "fake_flash": FLASH_MLA, "fake_cudnn": CUDNN, "sparse_mla_fwd": PLAIN,
+        "sparse_mla_fwd_pipelined": PIPELINED, "sparse_mla_bwd": TILELANG_BWD,
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    path = list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in files:
+        sys.modules.pop(name, None)
+
+
+def flash_mla(folder: Path) -> FlashMLA:
+    return FlashMLA(str(folder / "fake_flash.py"))
+
+
+def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return cute_sparse_mla.fwd(inputs.q, inputs.kv, inputs.indices, d_v=inputs.d_v, **inputs.options)
+
+
+def backward(inputs: Inputs) -> tuple:
+    out, lse = forward(inputs)
+    return cute_sparse_mla.bwd(inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, **inputs.options)
+
+
+def inputs_of(**changes: object) -> tuple[BenchShape, Inputs]:
+    return draw(replace(D576, **changes), CPU)  # type: ignore[arg-type]
+
+
+# -- FlashMLA ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(8, 64), (64, 64), (72, 128)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_flash_mla(folder: Path, heads: int, padded: int, sink: bool) -> None:
+    shape, inputs = inputs_of(T=6, H=heads, has_sink=sink)
+    rows = inputs.indices.clone()
+    rows[2] = -1
+    inputs = replace(inputs, indices=rows, topk_length=torch.tensor([40, 40, 40, 3, 40, 40], dtype=torch.int32))
+    peer = flash_mla(folder)
+    call = peer.prepare(inputs, shape.problem())
+    out, lse = call.out_lse(call.fwd())
+    wanted_out, wanted_lse = forward(inputs)
+    assert out.shape == wanted_out.shape and torch.equal(out, wanted_out)
+    assert torch.equal(lse, wanted_lse) and (lse[2] == -math.inf).all()
+    assert sys.modules["fake_flash"].seen[-1] == (padded, 128)
+    text = call.conversions()
+    assert ("padded to" in text) == (heads != padded) and "88 slots" in text
+
+
+def test_flash_mla_limits(folder: Path) -> None:
+    peer = flash_mla(folder)
+    problem = D576.problem()
+    assert peer.unsupported(problem, "fwd", CPU) == ""
+    assert "no sparse backward" in peer.unsupported(problem, "bwd", CPU)
+    assert "no sparse backward" in peer.unsupported_pass(problem, "fwd+bwd", CPU)
+    assert "128 heads" in peer.unsupported(replace(problem, H=130), "fwd", CPU)
+    assert "D in" in peer.unsupported(replace(problem, D=192), "fwd", CPU)
+    assert "bfloat16" in peer.unsupported(replace(problem, dtype=torch.float16), "fwd", CPU)
+    assert "one kv group" in peer.unsupported(replace(problem, G=2), "fwd", CPU)
+    _, inputs = inputs_of()
+    assert peer.differs(replace(inputs, causal=True), "fwd") == ""
+    late = torch.full_like(inputs.indices, 23)
+    assert "no causal mask" in peer.differs(replace(inputs, causal=True, indices=late), "fwd")
+
+
+# -- TileLang example ----------------------------------------------------------------------------------------------
+
+
+def test_tilelang_example(folder: Path) -> None:
+    shape, inputs = inputs_of()
+    assert (inputs.indices < 0).any()
+    peer = TileLangExample(str(folder))
+    assert peer.differs(inputs, "fwd") == peer.differs(inputs, "bwd") == ""
+    call = peer.prepare(inputs, shape.problem())
+    state = call.fwd()
+    out, lse = call.out_lse(state)
+    wanted_out, wanted_lse = forward(inputs)
+    assert torch.equal(out, wanted_out) and torch.allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
+    for native in (state, call.adopt(wanted_out, wanted_lse)):
+        dq, dkv, d_sink = call.gradients(call.bwd(native))
+        wanted = backward(inputs)
+        assert d_sink is None and dkv.shape == inputs.kv.shape
+        for mine, theirs in zip((dq, dkv), wanted, strict=False):
+            assert (mine.float() - theirs.float()).norm() < 2e-3 * theirs.float().norm()
+    assert "88 slots" in call.conversions() and "log2" in call.conversions()
+
+
+def test_tilelang_example_bounds_rows_by_token_number(folder: Path) -> None:
+    shape, inputs = inputs_of(context=40)
+    both, plain = TileLangExample(str(folder)), TileLangExample(str(folder / "sparse_mla_fwd.py"))
+    assert both.differs(inputs, "fwd") == "" and "16 below" in both.differs(inputs, "bwd")
+    assert "16 below" in plain.differs(inputs, "fwd")
+    call = both.prepare(inputs, shape.problem())
+    assert torch.equal(call.out_lse(call.fwd())[0], forward(inputs)[0])
+    rows = run_shape(shape, [Ours(), both], Settings(CPU, reps=1), Run(CPU))
+    peer = {row["pass"]: row for row in rows if row["impl"] == "tilelang_example"}
+    assert peer["fwd"]["ok"] is True and peer["fwd"]["agree"]["ours"]["out"] == 0
+    assert peer["bwd"]["ok"] is None and peer["bwd"]["ms"] > 0 and "not compared" in peer["bwd"]["note"]
+
+
+def test_tilelang_example_limits(folder: Path) -> None:
+    peer, problem = TileLangExample(str(folder)), D576.problem()
+    assert peer.unsupported(problem, "fwd", CPU) == peer.unsupported(problem, "bwd", CPU) == ""
+    assert "sink" in peer.unsupported(replace(problem, has_sink=True), "fwd", CPU)
+    assert "D in (576,)" in peer.unsupported(replace(problem, D=512), "bwd", CPU)
+    assert "multiples of 64" in peer.unsupported(replace(problem, H=96), "fwd", CPU)
+    only_forward = TileLangExample(str(folder / "sparse_mla_fwd.py"))
+    assert "no backward" in only_forward.unsupported(problem, "bwd", CPU)
+    _, inputs = inputs_of()
+    late = torch.full_like(inputs.indices, 23)
+    assert "always causal" in peer.differs(replace(inputs, indices=late), "fwd")
+
+
+# -- cuDNN ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_cudnn(folder: Path, sink: bool) -> None:
+    shape, inputs = inputs_of(has_sink=sink)
+    peer = CuDNN(str(folder / "fake_cudnn.py"))
+    call = peer.prepare(inputs, shape.problem())
+    out, lse = forward(inputs)
+    dq, dkv, d_sink = call.gradients(call.bwd(call.adopt(out.expand(out.shape), lse.t().contiguous().t())))
+    wanted = backward(inputs)
+    assert torch.equal(dq, wanted[0]) and torch.equal(dkv, wanted[1])
+    assert (d_sink is None) == (not sink) and (not sink or torch.equal(d_sink, wanted[2]))
+    assert ("-inf" in call.conversions()) == (not sink)
+
+
+def test_cudnn_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, problem = CuDNN(str(folder / "fake_cudnn.py")), D576.problem()
+    assert peer.unsupported(problem, "bwd", CPU) == ""
+    assert "10.x" in peer.unsupported(problem, "fwd", CPU)
+    assert "2 heads" in peer.unsupported(replace(problem, H=1), "bwd", CPU)
+    monkeypatch.setattr(peers, "_capability_major", lambda device: 10)
+    assert "(heads, D)" in peer.unsupported(problem, "fwd", CPU)
+    assert peer.unsupported(replace(problem, H=64), "fwd", CPU) == ""
+
+
+# -- together ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify_tokens", [8, 64])
+def test_all_peers_in_one_run(folder: Path, verify_tokens: int) -> None:
+    cudnn, flash = CuDNN(str(folder / "fake_cudnn.py")), flash_mla(folder)
+    everyone = [Ours(), flash, cudnn, Pair(flash, cudnn), TileLangExample(str(folder))]
+    settings = Settings(CPU, ("fwd", "bwd", "fwd+bwd"), reps=1, verify_tokens=verify_tokens)
+    rows = run_shape(D576, everyone, settings, Run(CPU))
+    json.dumps(rows, allow_nan=False)
+    by = {(row["impl"], row["pass"]): row for row in rows}
+    ran = {key for key, row in by.items() if row["ms"]}
+    assert ran == {
+        ("ours", "fwd"), ("ours", "bwd"), ("ours", "fwd+bwd"), ("flash_mla", "fwd"), ("cudnn", "bwd"),
+        ("flash_mla+cudnn", "fwd"), ("flash_mla+cudnn", "bwd"), ("flash_mla+cudnn", "fwd+bwd"),
+        ("tilelang_example", "fwd"), ("tilelang_example", "bwd"), ("tilelang_example", "fwd+bwd"),
+    }  # fmt: skip
+    assert {key: by[key]["note"] for key in ran if by[key]["ok"] is not True} == {}
+    assert by["cudnn", "bwd"]["agree"]["ours"]["dkv"] < 1e-6
+    assert by["cudnn", "bwd"]["err_vs_fp64"].keys() >= {"dq", "dkv"}
+
+
+def test_command_line_with_peers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "8,8,8,576,8", "--reps", "1", "--device", "cpu", "--pass", "fwd,bwd,fwd+bwd"]
+    words += ["--peer", f"flash_mla={folder / 'fake_flash.py'}", "--peer", "cudnn=fake_cudnn"]
+    words += ["--peer-path", str(folder), "--peer", f"tilelang_example={folder}"]
+    words += ["--impl", "ours,flash_mla+cudnn,cudnn"]
+    assert cli.console(words) == 0
+    text = capsys.readouterr().out
+    assert "ours, flash_mla+cudnn, cudnn, tilelang_example" in text.splitlines()[0]
+    assert "q padded to 64 heads" in text and "10.x only" in text
+
+
+def test_module_in_a_folder(tmp_path: Path) -> None:
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text(FLASH_MLA + "\n__version__ = '9.9'\n")
+    path = list(sys.path)
+    try:
+        assert FlashMLA(str(tmp_path)).version == "9.9"
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("flash_mla", None)
