@@ -173,7 +173,21 @@ def peers(path: str, shape: Shape, q, kv, indices, dout, out, lse) -> tuple[dict
                 delta = peer_bwd.preprocess(out, dout)
                 dkv = torch.zeros_like(kv, dtype=torch.float32)
                 dq = peer_bwd.bwd(
-                    q, kv, dout, indices, log2_lse, delta, dkv, shape.H, 512, tail, shape.K, 1, None, True, threads=threads
+                    q,
+                    kv,
+                    dout,
+                    indices,
+                    log2_lse,
+                    delta,
+                    dkv,
+                    shape.H,
+                    512,
+                    tail,
+                    shape.K,
+                    1,
+                    None,
+                    True,
+                    threads=threads,
                 )
                 return dq, peer_bwd.postprocess(dkv, 512, tail, 1)
 
@@ -217,7 +231,10 @@ def measure(names: str, rounds: int, peer_path: str | None, sink) -> None:
                 tflops = flops / ms["median"] / 1e9
                 row = {"kind": kind, "implementation": name, **asdict(shape), **ms, "tflops": tflops, **about}
                 sink.write(json.dumps(row) + "\n")
-                print(f"{kind} {name:22s} {shape} {ms['median']:8.3f} ms [{ms['p10']:.3f}, {ms['p90']:.3f}] {tflops:6.0f} TFLOP/s", flush=True)
+                print(
+                    f"{kind} {name:22s} {shape} {ms['median']:8.3f} ms [{ms['p10']:.3f}, {ms['p90']:.3f}] {tflops:6.0f} TFLOP/s",
+                    flush=True,
+                )
         sink.flush()
         del q, kv, indices, dout, out, lse, fwd, bwd
         torch.cuda.empty_cache()

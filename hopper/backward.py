@@ -1,28 +1,52 @@
-"""Backward of sparse MLA on SM90: one CTA per (token, head tile of 64)."""
+"""Backward of sparse MLA: one CTA per (token, group, tile of 64 heads).
 
-import tilelang.language as T
+    p_hat = exp(s - lse)   p = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
+    dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and p dout on the first 512 columns
+
+`q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
+`dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
+stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines.
+
+Pipeline of one block of 64 slots, time down (one KV buffer: it is free once dq has read it, and the next gather runs
+under the dkv chunks and their adds, the longest part):
+
+    copy warpgroup                  matrix warpgroups 0 and 1 (w: heads 32 w, columns 256 w)
+    gather columns 0..511           wait kv_ready
+    kv_ready                        S^T = K Q^T, dP^T = V dO^T for 32 heads
+    wait stage_done                 wait tail_ready; S^T += tail
+    gather the tail, tail_ready     P, dS to shared memory, ds_ready
+    wait ds_ready                   dq += dS K   (256 columns)     frees kv_free
+    dq tail += dS K tail            (tail, every other block)      wait stage_free
+    frees stage_free                for 64 columns at a time:
+    wait kv_free                      acc = dS^T Q
+    gather columns 0..511 (next)      acc = sm_scale acc + P^T dO  frees ds_free (last chunk)
+                                      adds, turned in the tail columns of the KV buffer
+    wait stage_done                 frees stage_done
+
+dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
+sm_scale dS instead missed the per-row limit at large scores.
+"""
+
+import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
 from .plan import (
-    BLOCK_K,
-    CHUNK,
-    D_V,
-    HALF,
-    MATRIX_REGISTERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    THREADS,
-    WARPGROUP,
-    Plan,
-)
+    BLOCK_K, CHUNK, D_V, HALF, MATRIX_REGISTERS,
+    PRODUCER_REGISTERS, ROWS, THREADS, WARPGROUP, Plan,
+)  # fmt: skip
 from .ptx import ROW_ADD
+from .tile import PASSES, STEP, VECTOR, load_heads
 
 HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
-CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, its part of the tail not counted
+CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, the tail not counted
 STAGE = 2 * WARPGROUP // 32 * 256  # fp32 words in which the matrix warps turn their adds, 1 KB a warp
 
 
 def build(plan: Plan) -> PrimFunc:
+    """The backward for `plan`; shapes, strides, scale and flags are run-time values.
+
+    Annotations of a TileLang kernel are evaluated, so this file must not postpone them (no `from __future__`).
+    """
     D = plan.D
     TAIL = D - D_V
     dtype, idx_t = plan.dtype, plan.index_dtype
@@ -37,23 +61,30 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
 
     @T.macro
-    def add(acc, stage, dKV, column, row_stride, my_rows):
-        T.call_extern(
-            "handle",
-            "sparse_mla::add_rows",
-            acc.data,
-            T.access_ptr(stage[0, STAGE_0], "r", 1),
-            dKV.data,
-            column,
-            row_stride,
-            my_rows[0],
-            my_rows[1],
-            my_rows[2],
-            my_rows[3],
-        )
+    def gather(KV, KV_s, rows, kv_base, r0, c0, first, last):
+        # Columns [first, last) of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+        for r in T.unroll(PASSES):
+            for u in T.unroll((last - first) // STEP):
+                T.ptx_cp_async(
+                    T.access_ptr(KV_s[r * 16 + r0, first + u * STEP + c0], "w", VECTOR),
+                    T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + first + u * STEP + c0], "r", VECTOR),
+                    VECTOR,
+                    predicate=rows[r] >= 0,
+                )
 
     @T.macro
-    def matrix_warpgroup(w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free):
+    def add(acc, stage, dKV, column, row_stride, my_rows):
+        T.call_extern(
+            "handle", "sparse_mla::add_rows", acc.data, T.access_ptr(stage[0, STAGE_0], "r", 1), dKV.data, column,
+            row_stride, my_rows[0], my_rows[1], my_rows[2], my_rows[3],
+        )  # fmt: skip
+
+    @T.macro
+    def matrix_warpgroup(
+        w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV,
+        my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready,
+        tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free,
+    ):  # fmt: skip
         s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dq = T.alloc_fragment([ROWS, HALF], fp32)
@@ -150,7 +181,7 @@ def build(plan: Plan) -> PrimFunc:
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([BLOCK_K], "int32", scope="shared")
-            if TAIL:
+            if TAIL:  # noqa: SIM108
                 # The tail columns of the KV block are dead once scores and dq have read them.
                 stage = KV_s
             else:
@@ -189,6 +220,7 @@ def build(plan: Plan) -> PrimFunc:
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
+            # Does: loads q, dout; gathers KV; dq of the tail. Produces: kv_ready, tail_ready, rows_ready, stage_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 dq_t = T.alloc_fragment([ROWS, 64], fp32)
@@ -200,32 +232,13 @@ def build(plan: Plan) -> PrimFunc:
                 limit = T.alloc_var(i64)
                 limit = S_kv
                 if causal != 0:
-                    if has_positions != 0:
+                    if has_positions != 0:  # noqa: SIM108
                         limit = T.min(S_kv, QPositions[b, t] + 1)
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                for r in T.unroll(4):
-                    for u in T.unroll(D // 64):
-                        T.ptx_cp_async(
-                            T.access_ptr(Q_s[r * 16 + r0, u * 64 + c0], "w", 8),
-                            T.access_ptr(
-                                Q[b, t, head_0 + T.if_then_else(r * 16 + r0 < heads, r * 16 + r0, 0), u * 64 + c0], "r", 8
-                            ),
-                            8,
-                            predicate=r * 16 + r0 < heads,
-                        )
-                    for u in T.unroll(D_V // 64):
-                        T.ptx_cp_async(
-                            T.access_ptr(dO_s[r * 16 + r0, u * 64 + c0], "w", 8),
-                            T.access_ptr(
-                                dO[b, t, head_0 + T.if_then_else(r * 16 + r0 < heads, r * 16 + r0, 0), u * 64 + c0],
-                                "r",
-                                8,
-                            ),
-                            8,
-                            predicate=r * 16 + r0 < heads,
-                        )
+                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
+                load_heads(dO, dO_s, b, t, head_0, heads, r0, c0, D_V)
                 T.ptx_commit_group()
                 T.ptx_wait_group(0)
                 T.fence_proxy_async()
@@ -267,14 +280,7 @@ def build(plan: Plan) -> PrimFunc:
                             if (i + 1) * BLOCK_K + r * 16 + r0 < length:
                                 idx[r] = Indices[b, t, g, (i + 1) * BLOCK_K + r * 16 + r0]
                         T.barrier_wait(kv_free, (i & 1) ^ 1)
-                        for r in T.unroll(4):
-                            for u in T.unroll(D_V // 64):
-                                T.ptx_cp_async(
-                                    T.access_ptr(KV_s[r * 16 + r0, u * 64 + c0], "w", 8),
-                                    T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + u * 64 + c0], "r", 8),
-                                    8,
-                                    predicate=rows[r] >= 0,
-                                )
+                        gather(KV, KV_s, rows, kv_base, r0, c0, 0, D_V)
                         T.cp_async_barrier_noinc(kv_ready)
                         if lane % 8 == 0:
                             for r in T.unroll(4):
@@ -282,13 +288,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_arrive(rows_ready)
                         if TAIL:
                             T.barrier_wait(stage_done, (i & 1) ^ 1)
-                            for r in T.unroll(4):
-                                T.ptx_cp_async(
-                                    T.access_ptr(KV_s[r * 16 + r0, D_V + c0], "w", 8),
-                                    T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + D_V + c0], "r", 8),
-                                    8,
-                                    predicate=rows[r] >= 0,
-                                )
+                            gather(KV, KV_s, rows, kv_base, r0, c0, D_V, D)
                             T.cp_async_barrier_noinc(tail_ready)
 
                 if TAIL:
@@ -311,8 +311,18 @@ def build(plan: Plan) -> PrimFunc:
                 dkv_base = T.alloc_var(i64)
                 dkv_base = (b * S_kv * G + g) * D
                 if tx < WARPGROUP:
-                    matrix_warpgroup(0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
+                    matrix_warpgroup(
+                        0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage,
+                        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
+                        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
+                        ds_ready, ds_free,
+                    )  # fmt: skip
                 else:
-                    matrix_warpgroup(1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free)
+                    matrix_warpgroup(
+                        1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage,
+                        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
+                        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
+                        ds_ready, ds_free,
+                    )  # fmt: skip
 
     return sparse_mla_bwd

@@ -1,29 +1,70 @@
-"""Forward of sparse MLA on SM90: one CTA per (token, head tile of 64), two matrix warpgroups and a copy warpgroup."""
+"""Forward of sparse MLA: one CTA per (token, group, tile of 64 heads).
 
-import tilelang.language as T
+    s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
 
-from .plan import BLOCK_K, D_V, HALF, MATRIX_REGISTERS, PRODUCER_REGISTERS, ROWS, WARPGROUP, Plan
+`q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` -> `out [B, S, H, 512]`, `lse [B, S, H]`. Online softmax
+over pairs of 64-slot blocks (Milakov and Gimelshein 2018); two warpgroups own half of the output columns each, as in
+FlashMLA's prefill. Any head count up to 64 fills the tile with zero rows: the gather is the same, and it sets the time.
 
+Pipeline of one pair of blocks, time down (L, R: columns 0..255 and 256..D of a KV buffer; the P of a block is handed
+over in the tail columns of its own buffer, where there is a tail):
+
+    copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
+    gather L of block 0       wait L, R of block 0
+    gather R of block 1       S0 = Q K0^T                       wait R, L of block 1
+    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T under way
+    gather L of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
+    wait left_free[0]         O_L += P0 V0_L                    O_R += P0 V0_R
+      (next pair) ...         frees left_free[0]                m1 = max(m0, row max S1)
+                              O_L rescaled to m1    <-- m1 --   P1 = exp(S1 - m1)
+    wait right_free[1]                              <-- P1 --   frees right_free[0]
+                              O_L += P1 V1_L                    O_R += P1 V1_R
+                              frees left_free[1]                frees right_free[1]
+
+The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
+invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0.
+"""
+
+import tilelang.language as T  # noqa: I001
+from tvm.tirx import PrimFunc
+
+from .plan import (
+    BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
+    ROWS, THREADS, WARPGROUP, Plan,
+)  # fmt: skip
+from .tile import PASSES, STEP, VECTOR, load_heads
+
+# Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
-INF = float("inf")
 
 
-def build(plan: Plan):
+def build(plan: Plan) -> PrimFunc:
+    """The forward for `plan`; shapes, strides, scale and flags are run-time values.
+
+    Annotations of a TileLang kernel are evaluated, so this file must not postpone them (no `from __future__`).
+    """
     D = plan.D
     TAIL = D - D_V
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
 
-    B = T.dynamic("B", "int64")
-    S = T.dynamic("S", "int64")
-    S_kv = T.dynamic("S_kv", "int64")
-    H = T.dynamic("H", "int64")
-    G = T.dynamic("G", "int64")
-    K = T.dynamic("K", "int64")
+    B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     qb, qs, qh = (T.dynamic(n, "int64") for n in ("q_b", "q_s", "q_h"))
     kb, ks, kg = (T.dynamic(n, "int64") for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, "int64") for n in ("i_b", "i_s", "i_g", "i_k"))
     tb, ts, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "p_b", "p_s", "sink_h"))
+
+    @T.macro
+    def gather(KV, KV_s, stage, rows, ok, kv_base, r0, c0, first, last):
+        # Columns [first, last) of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+        for r in T.unroll(PASSES):
+            for u in T.unroll((last - first) // STEP):
+                T.ptx_cp_async(
+                    T.access_ptr(KV_s[stage, r * 16 + r0, first + u * STEP + c0], "w", VECTOR),
+                    T.access_ptr(KV[0, rows[PASSES * stage + r], 0, kv_base + first + u * STEP + c0], "r", VECTOR),
+                    VECTOR,
+                    predicate=ok[PASSES * stage + r],
+                )
 
     @T.prim_func
     def sparse_mla_fwd(
@@ -42,7 +83,7 @@ def build(plan: Plan):
         has_length: T.int32,
         has_positions: T.int32,
     ):
-        with T.Kernel(T.cast(B * S * G * T.cast(tiles_per_group, i64), "int32"), threads=3 * WARPGROUP) as bx:
+        with T.Kernel(T.cast(B * S * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
             bias = T.alloc_shared([2, BLOCK_K], fp32, scope="shared")
@@ -50,7 +91,7 @@ def build(plan: Plan):
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_1 = T.alloc_shared([ROWS], fp32, scope="shared")
-            if TAIL:
+            if TAIL:  # noqa: SIM108
                 P_s = KV_s
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
@@ -91,6 +132,7 @@ def build(plan: Plan):
             pairs = T.alloc_var("int32")
             pairs = T.ceildiv(length, 2 * BLOCK_K)
 
+            # Does: loads q, gathers KV. Produces: left_ready, right_ready, bias_ready. Consumes: left_free, right_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
@@ -101,21 +143,12 @@ def build(plan: Plan):
                 limit = T.alloc_var("int64")
                 limit = S_kv
                 if causal != 0:
-                    if has_positions != 0:
+                    if has_positions != 0:  # noqa: SIM108
                         limit = T.min(S_kv, QPositions[b, t] + 1)
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                for r in T.unroll(4):
-                    for u in T.unroll(D // 64):
-                        T.ptx_cp_async(
-                            T.access_ptr(Q_s[r * 16 + r0, u * 64 + c0], "w", 8),
-                            T.access_ptr(
-                                Q[b, t, head_0 + T.if_then_else(r * 16 + r0 < heads, r * 16 + r0, 0), u * 64 + c0], "r", 8
-                            ),
-                            8,
-                            predicate=r * 16 + r0 < heads,
-                        )
+                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
                 T.cp_async_barrier_noinc(q_ready)
 
                 idx = T.alloc_local([8], idx_t)
@@ -137,14 +170,7 @@ def build(plan: Plan):
                             idx[j] = Indices[b, t, g, slot]
 
                     T.barrier_wait(left_free[0], (i & 1) ^ 1)
-                    for r in T.unroll(4):
-                        for u in T.unroll(HALF // 64):
-                            T.ptx_cp_async(
-                                T.access_ptr(KV_s[0, r * 16 + r0, u * 64 + c0], "w", 8),
-                                T.access_ptr(KV[0, rows[r], 0, kv_base + u * 64 + c0], "r", 8),
-                                8,
-                                predicate=ok[r],
-                            )
+                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, 0, HALF)
                     T.cp_async_barrier_noinc(left_ready[0])
                     if lane % 8 == 0:
                         for r in T.unroll(4):
@@ -152,14 +178,7 @@ def build(plan: Plan):
                     T.barrier_arrive(bias_ready[0])
 
                     T.barrier_wait(right_free[1], (i & 1) ^ 1)
-                    for r in T.unroll(4):
-                        for u in T.unroll(HALF // 64):
-                            T.ptx_cp_async(
-                                T.access_ptr(KV_s[1, r * 16 + r0, HALF + u * 64 + c0], "w", 8),
-                                T.access_ptr(KV[0, rows[4 + r], 0, kv_base + HALF + u * 64 + c0], "r", 8),
-                                8,
-                                predicate=ok[4 + r],
-                            )
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
                     T.cp_async_barrier_noinc(right_ready[1])
                     if lane % 8 == 0:
                         for r in T.unroll(4):
@@ -167,34 +186,15 @@ def build(plan: Plan):
                     T.barrier_arrive(bias_ready[1])
 
                     T.barrier_wait(right_free[0], (i & 1) ^ 1)
-                    for r in T.unroll(4):
-                        for u in T.unroll((D - HALF) // 64):
-                            T.ptx_cp_async(
-                                T.access_ptr(KV_s[0, r * 16 + r0, HALF + u * 64 + c0], "w", 8),
-                                T.access_ptr(KV[0, rows[r], 0, kv_base + HALF + u * 64 + c0], "r", 8),
-                                8,
-                                predicate=ok[r],
-                            )
+                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
                     T.cp_async_barrier_noinc(right_ready[0])
 
                     T.barrier_wait(left_free[1], (i & 1) ^ 1)
-                    for r in T.unroll(4):
-                        for u in T.unroll(HALF // 64):
-                            T.ptx_cp_async(
-                                T.access_ptr(KV_s[1, r * 16 + r0, u * 64 + c0], "w", 8),
-                                T.access_ptr(KV[0, rows[4 + r], 0, kv_base + u * 64 + c0], "r", 8),
-                                8,
-                                predicate=ok[4 + r],
-                            )
-                        if TAIL:
-                            T.ptx_cp_async(
-                                T.access_ptr(KV_s[1, r * 16 + r0, D_V + c0], "w", 8),
-                                T.access_ptr(KV[0, rows[4 + r], 0, kv_base + D_V + c0], "r", 8),
-                                8,
-                                predicate=ok[4 + r],
-                            )
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, 0, HALF)
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, D_V, D)
                     T.cp_async_barrier_noinc(left_ready[1])
 
+            # Does: even blocks' scores, out columns 0..255, lse. Produces: max_0, P0. Consumes: max_1, P1.
             elif tx < WARPGROUP:
                 T.set_max_nreg(MATRIX_REGISTERS, 1)
                 o_l = T.alloc_fragment([ROWS, HALF], fp32)
@@ -266,7 +266,7 @@ def build(plan: Plan):
                     l_0[h] += l_i_0[h]
                 for h in T.Parallel(ROWS):
                     m_0[h] = T.if_then_else(
-                        l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * 0.6931471805599453, -T.infinity(fp32)
+                        l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * LN_2, -T.infinity(fp32)
                     )
                 for h in T.Parallel(ROWS):
                     if h < heads:
@@ -284,6 +284,7 @@ def build(plan: Plan):
                     if h < heads:
                         Out[b, t, head_0 + h, d] = Q_s[h, d]
 
+            # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
             else:
                 T.set_max_nreg(MATRIX_REGISTERS, 1)
                 o_r = T.alloc_fragment([ROWS, HALF], fp32)
@@ -358,7 +359,7 @@ def build(plan: Plan):
                 for h in T.Parallel(ROWS):
                     l_1[h] += l_i_1[h]
                 for h in T.Parallel(ROWS):
-                    m_1[h] = (T.log2(l_1[h]) + m_both_1[h] * scale_log2) * 0.6931471805599453
+                    m_1[h] = (T.log2(l_1[h]) + m_both_1[h] * scale_log2) * LN_2
                 for h in T.Parallel(ROWS):
                     l_1[h] = T.if_then_else(
                         l_1[h] > 0,

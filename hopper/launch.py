@@ -15,14 +15,13 @@ from torch import Tensor
 from ..config import SparseAttentionConfig
 from ..errors import MissingDependencyError, UnsupportedError
 from ..problem import Problem
-from .plan import BLOCK_K, CHUNK, HALF, ROWS, SMEM_LIMIT, THREADS, Plan
+from .plan import BLOCK_K, CHUNK, HALF, LOG2_E, ROWS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 # Versions that the tests ran with; others are refused by name.
 TILELANG_VERSIONS = ("0.1.15",)
-LOG2_E = 1.4426950408889634
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 # What these kernels are built for; a config may only repeat it.
@@ -55,7 +54,9 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
     for name, built in BUILT_FOR.items():
         wished = getattr(config, name)
         if wished not in (None, built):
-            raise UnsupportedError(f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}")
+            raise UnsupportedError(
+                f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}"
+            )
 
 
 def _why(name: str, wished: int, problem: Problem) -> str:
@@ -68,7 +69,8 @@ def _why(name: str, wished: int, problem: Problem) -> str:
         return ""
     built = BUILT_FOR[name]
     needed = sum(parts.values()) - parts[grow] + parts[grow] * wished // built
-    return f" (shared memory: {' + '.join(f'{v} ({k})' for k, v in parts.items())}; {name} = {wished} would need {needed} of {SMEM_LIMIT} bytes)"
+    sums = " + ".join(f"{size} ({use})" for use, size in parts.items())
+    return f" (shared memory: {sums}; {name} = {wished} would need {needed} of {SMEM_LIMIT} bytes)"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Sizes of the SM90 kernels: tile shapes, shared-memory carve-up, register split. One place, checked before compiling."""
+"""Sizes of the SM90 kernels: tile shapes, shared-memory carve-up, register split; checked before compiling."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ ROWS = 64  # heads of a tile: one wgmma M
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
-CHUNK = 64  # dkv columns of one product and its adds: one 128-byte line of fp32 a row
+CHUNK = 64  # dkv columns of one product and its adds
 # Registers a thread holds after the split. The pool is what the launch gave: 168 a thread, not the whole register file;
 # two matrix warpgroups and a copy warpgroup that ask for more than 3 x 168 wait for ever.
 LAUNCH_REGISTERS = 168
 MATRIX_REGISTERS = 208
 PRODUCER_REGISTERS = 88
+if 2 * MATRIX_REGISTERS + PRODUCER_REGISTERS > 3 * LAUNCH_REGISTERS:
+    raise ValueError("register split exceeds the launch's pool")
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256
@@ -23,7 +27,7 @@ BARRIER_BYTES = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for. Everything else (B, S, S_kv, K, heads, strides, scale, flags) is a run-time value."""
+    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values."""
 
     D: int
     dtype: str
@@ -31,7 +35,7 @@ class Plan:
 
     @property
     def forward_smem(self) -> dict[str, int]:
-        """Shared memory of the forward by use. P of a block lies in the tail columns of its KV buffer where there is one."""
+        """Shared memory of the forward by use. P of a block lies in the tail columns of its KV buffer, if any."""
         parts = {
             f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
             f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,

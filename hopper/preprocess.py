@@ -10,14 +10,13 @@ The main kernel then needs one exponential per score: `p_hat = exp2(s - stats0)`
 import tilelang.language as T
 from tvm.tirx import PrimFunc
 
-from .plan import D_V, Plan
+from .plan import D_V, LOG2_E, Plan
 from .ptx import VECTOR_DOT
 
 WARP = 32
 WARPS = 8
 VECTOR = 8  # elements of a 16-byte load
 DOT = {"bfloat16": "sparse_mla::dot8_bf16", "float16": "sparse_mla::dot8_fp16"}
-LOG2_E = 1.4426950408889634
 
 
 def build(plan: Plan) -> PrimFunc:

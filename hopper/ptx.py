@@ -4,8 +4,9 @@ ROW_ADD = r"""
 namespace sparse_mla {
 // Add a [64 x 64] accumulator of a warpgroup (m64 layout) to 64 fp32 rows, in full 128-byte lines.
 // Straight from the registers a warp would touch 16 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
-// against 3.8 for whole lines. So each warp turns [8 rows x 32 columns] at a time in its own KB of shared memory: float2
-// writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at c ^ (2 (r % 4) ^ (r / 4))).
+// against 3.8 for whole lines. So each warp turns [8 rows x 32 columns] at a time in its own KB of shared memory:
+// float2 writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at
+// c ^ (2 (r % 4) ^ (r / 4))).
 // The adds of a part are issued after the writes of the next, which hides the latency of the reads.
 // `row_n`: kv row of slot 16 warp + 4 n + lane / 8, negative when the slot is invalid.
 template <int Offset>
@@ -59,8 +60,8 @@ VECTOR_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// Sum of the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads whose
-// strides are run-time values.
+// Sum of the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
+// whose strides are run-time values.
 __device__ __forceinline__ float dot8_bf16(const void *a, const void *b) {
   const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
   const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
