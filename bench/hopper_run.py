@@ -1,8 +1,8 @@
 """Check and time the SM90 path on a Hopper GPU: `python -m bench.hopper_run --check --time [--peer-path DIR]`.
 
 `--check` judges cases by the contract's precision clause against the float64 oracle. `--time` interleaves this package
-with the public TileLang example (`sparse_mla_fwd_pipelined.py`, `sparse_mla_bwd.py` in `--peer-path`) in one process and
-writes one JSON line a measurement: medians and the 10th and 90th percentile of CUDA-event times, in ms.
+with the public TileLang example (`sparse_mla_fwd_pipelined.py`, `sparse_mla_bwd.py` in `--peer-path`) in one process
+and writes one JSON line a measurement: medians and the 10th and 90th percentile of CUDA-event times, in ms.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def measure(names: str, rounds: int, peer_path: str | None, sink) -> None:
         q, kv, indices, dout = inputs_of(shape)
         out, lse = csm.fwd(q, kv, indices, causal=True)
         fwd = {"sm90": lambda q=q, kv=kv, i=indices: csm.fwd(q, kv, i, causal=True)}
-        bwd = {"sm90": lambda q=q, kv=kv, i=indices, o=out, d=dout, l=lse: csm.bwd(q, kv, o, d, i, l, causal=True)}
+        saved = (q, kv, out, dout, indices, lse)
+        bwd = {"sm90": lambda saved=saved: csm.bwd(*saved, causal=True)}
         if peer_path:
             try:
                 more_fwd, more_bwd = peers(peer_path, shape, q, kv, indices, dout, out, lse)
@@ -231,12 +232,10 @@ def measure(names: str, rounds: int, peer_path: str | None, sink) -> None:
                 tflops = flops / ms["median"] / 1e9
                 row = {"kind": kind, "implementation": name, **asdict(shape), **ms, "tflops": tflops, **about}
                 sink.write(json.dumps(row) + "\n")
-                print(
-                    f"{kind} {name:22s} {shape} {ms['median']:8.3f} ms [{ms['p10']:.3f}, {ms['p90']:.3f}] {tflops:6.0f} TFLOP/s",
-                    flush=True,
-                )
+                spread = f"[{ms['p10']:.3f}, {ms['p90']:.3f}]"
+                print(f"{kind} {name:22s} {shape} {ms['median']:8.3f} ms {spread} {tflops:6.0f} TFLOP/s", flush=True)
         sink.flush()
-        del q, kv, indices, dout, out, lse, fwd, bwd
+        del q, kv, indices, dout, out, lse, fwd, bwd, saved
         torch.cuda.empty_cache()
 
 
