@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import autograd, dispatch, env, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
-from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError
+from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError, UnsupportedError
 from .problem import MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
@@ -44,12 +45,27 @@ def _forward_arguments(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
     validation.no_plan(plan)
+    _refuse_forward_mode(q, kv, attn_sink)
     D = validation.row_width(q)
     return (
         q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, D),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
-        validation.backend_name(backend),
+        _checked_name(backend),
     )  # fmt: skip
+
+
+def _checked_name(backend: Any) -> str:
+    name = validation.backend_name(backend)
+    dispatch.check_name("backend", name)
+    return name
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Forward-mode AD would silently see a derivative of zero: custom ops have no rule for it."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError("forward-mode automatic differentiation is not supported; use reverse mode (backward)")
 
 
 def fwd(
@@ -151,8 +167,9 @@ def sparse_mla(
     arguments = _forward_arguments(
         q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
+    validation.flag("return_lse", return_lse)
     out, lse = autograd.fwd_op(*arguments)
-    return (out, lse) if validation.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out
 
 
 # -- asking without running ------------------------------------------------------------------------------------------
@@ -240,13 +257,16 @@ def warmup(
         raise ArgumentTypeError("index_dtype", "must be int32 or int64", index_dtype)
     width = validation.value_width(d_v, D)
     wished = config_table.decode(validation.encoded_config(config))
-    name = validation.backend_name(backend)
+    name = _checked_name(backend)
     validation.flag("backward", backward)
     try:
         where = _default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
+    env.require_device(where)
     flavours = tuple(causal) if isinstance(causal, (list, tuple)) else (causal,)
+    if not flavours:
+        raise ArgumentValueError("causal", "must be a bool or a sequence with at least one", repr(causal))
     choices: list[dispatch.Choice] = []
     for flavour in flavours:
         validation.flag("causal", flavour)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import config as config_table
-from . import env, reference
+from . import env, reference, validation
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
 from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
@@ -77,11 +77,16 @@ def choose(
     return choice
 
 
+def check_name(argument: str, name: str) -> None:
+    """A backend's name is known; `""` stands for none."""
+    if name and name not in BACKENDS:
+        raise ArgumentValueError(argument, f"must be one of {', '.join(BACKENDS)}", repr(name))
+
+
 def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: str) -> tuple[str, str, str]:
     """`(backend, reason, warning)`."""
     where = f"compute capability {capability[0]}.{capability[1]}" if capability else f"device type {device_type}"
-    if wished and wished not in BACKENDS:
-        raise ArgumentValueError("backend", f"must be one of {', '.join(BACKENDS)}", repr(wished))
+    check_name("backend", wished)
     if wished == REFERENCE:
         return wished, "named by the caller", ""
     fitting = next((b for b in KERNEL_BACKENDS if capability and b.runs_on(capability)), None)
@@ -103,10 +108,7 @@ def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: st
 
 
 def _check_config(name: str, config: SparseAttentionConfig) -> None:
-    if config.fwd_backend is not None and config.fwd_backend not in BACKENDS:
-        raise ArgumentValueError(
-            "config.fwd_backend", f"must be one of {', '.join(BACKENDS)}", repr(config.fwd_backend)
-        )
+    check_name("config.fwd_backend", config.fwd_backend or "")
     if config.fwd_backend not in (None, name):
         raise UnsupportedError(f"config.fwd_backend = '{config.fwd_backend}' cannot be combined with backend '{name}'")
     if name == REFERENCE and config.tokens_per_tile not in (None, 1):
@@ -163,8 +165,13 @@ def _on_device(device: torch.device) -> Iterator[None]:
 
 
 def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Tensor, Tensor]:
-    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched)."""
+    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched).
+
+    Backends return fresh batched tensors, which lose their leading axis in place: views could not be changed in place
+    under autograd.
+    """
     problem = call.problem
+    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
@@ -176,7 +183,7 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
             )
         else:
             out, lse = load(choice.backend).fwd(problem, choice.config, call.q, call.kv, call.indices, **options)
-    return (out[0], lse[0]) if problem.packed else (out, lse)
+    return (out.squeeze_(0), lse.squeeze_(0)) if problem.packed else (out, lse)
 
 
 def backward(
@@ -184,6 +191,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
+    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
@@ -195,7 +203,7 @@ def backward(
             dq, dkv, d_sink, _ = reference.backward(*tensors, causal=problem.causal, **options)
         else:
             dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
-    return (dq[0], dkv[0], d_sink) if problem.packed else (dq, dkv, d_sink)
+    return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
 
 
 def warmup(

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import torch
 
+from .errors import ArgumentValueError
+
 PACKAGE = __name__.rpartition(".")[0]
 _PACKAGE_DIR = Path(__file__).resolve().parent
 # Sub-packages that live beside the package in a checkout and inside it once installed.
@@ -46,6 +48,12 @@ def support_checkout() -> None:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, `None` for any other."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def require_device(device: torch.device) -> None:
+    """Raise a `ValueError` for a device that this machine does not have."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentValueError("device", f"must be one of this machine's {torch.cuda.device_count()} GPUs", device)
 
 
 def device_name(device: torch.device) -> str:

@@ -17,6 +17,7 @@ from .errors import ArgumentTypeError, ArgumentValueError
 INVALID = -1
 # Scores of one chunk of queries against all rows stay near this size.
 CHUNK_BYTES = 256 << 20
+_MINUS_INFINITY = -0x7F800001  # ordered bits of -inf, see _best_rows
 
 
 # -- documents and ranges ------------------------------------------------------------------------------------------
@@ -46,7 +47,10 @@ def _check_count(name: str, value: int, low: int) -> None:
 
 
 def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """First kv row of the document that holds each row number in `positions` (any shape), same dtype."""
+    """First kv row of the document that holds each row number in `positions` (any shape), same dtype.
+
+    Rows at or past `cu_seqlens[-1]` (padding behind the documents) count as one more document that starts there.
+    """
     _check_rows("positions", positions)
     _check_cu_seqlens("cu_seqlens", cu_seqlens)
     return cu_seqlens[_document_of(positions, cu_seqlens)].to(positions.dtype)
@@ -55,7 +59,8 @@ def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
 def _document_of(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     # right=True steps over empty documents: the last one that starts at or before the position holds it.
     found = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype).contiguous(), right=True) - 1
-    return found.clamp_(0, cu_seqlens.numel() - 2)
+    # Rows at or past the last entry are padding behind the documents, and stand together as one more.
+    return found.clamp_(0, cu_seqlens.numel() - 1)
 
 
 def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tensor | None = None,
@@ -86,10 +91,15 @@ def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tens
 def range_rows(start: Tensor, stop: Tensor, K: int) -> Tensor:
     """All rows of each range, `[..., K]` int32: `start, start + 1, ..., stop - 1`, then -1; cut off at K."""
     _check_rows("start", start)
-    _check_rows("stop", stop)
+    _check_rows("stop", stop, tuple(start.shape), "start's")
     _check_count("K", K, 0)
-    rows = start[..., None] + torch.arange(K, device=start.device, dtype=start.dtype)
-    return rows.masked_fill(rows >= stop[..., None], INVALID).int()
+    rows = start[..., None].long() + torch.arange(K, device=start.device)
+    return _narrowed(rows, (rows >= 0) & (rows < stop[..., None]), torch.int32)
+
+
+def _narrowed(rows: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """int64 rows in a narrower dtype: -1 where invalid, and where the row does not fit, never wrapped."""
+    return rows.masked_fill(~valid | (rows > torch.iinfo(dtype).max), INVALID).to(dtype)
 
 
 def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None) -> Tensor:
@@ -106,11 +116,11 @@ def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None
     _check_rows("indices", indices)
     _check_rows("start", start, tuple(indices.shape[:1]), "T")
     shape = (-1,) + (1,) * (indices.dim() - 1)
-    valid = indices >= 0
+    valid = (indices >= 0) & (start.view(shape) >= 0)
     if length is not None:
         _check_rows("length", length, tuple(indices.shape[:1]), "T")
         valid &= indices < length.view(shape)
-    return (indices + start.view(shape).to(indices.dtype)).masked_fill_(~valid, INVALID)
+    return _narrowed(indices.long() + start.view(shape), valid, indices.dtype)
 
 
 # -- windows and padding -------------------------------------------------------------------------------------------
@@ -120,9 +130,9 @@ def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None =
     """The last `window` rows up to each position: `[..., window]` int32, oldest first, -1 outside the document."""
     _check_rows("q_positions", q_positions)
     _check_count("window", window, 1)
-    rows = q_positions[..., None] + torch.arange(1 - window, 1, device=q_positions.device, dtype=q_positions.dtype)
+    rows = q_positions[..., None].long() + torch.arange(1 - window, 1, device=q_positions.device)
     starts = 0 if cu_seqlens is None else document_starts(q_positions, cu_seqlens)[..., None]
-    return rows.masked_fill(rows < starts, INVALID).int()
+    return _narrowed(rows, (rows >= 0) & (rows >= starts), torch.int32)
 
 
 def compressed_positions(q_positions: Tensor, ratio: int) -> Tensor:
@@ -158,6 +168,8 @@ def window_and_selected(window_rows: Tensor, selected: Tensor, selected_offset: 
 def pad_slots(indices: Tensor, multiple: int) -> Tensor:
     """`indices [..., K]` with -1 appended until K is a multiple. Ours never needs it; other kernels do."""
     _check_rows("indices", indices)
+    if indices.dim() < 1:
+        raise ArgumentValueError("indices", "must be [..., K]", f"shape {list(indices.shape)}")
     _check_count("multiple", multiple, 1)
     return torch.nn.functional.pad(indices, (0, -indices.shape[-1] % multiple), value=INVALID)
 
@@ -179,8 +191,8 @@ def select_topk(
         cu_seqlens: documents in kv rows; a token only selects from the document that holds its position.
         q_positions: `[T]` kv row of each token, the last it may select (default `t + S_kv - T`; may be negative).
 
-    Returns: int32 `[T, k]`, global rows in falling order of score. Scores are fp32 (float64 for float64 inputs); ties
-    are broken by torch.topk. Memory is bounded by chunks over tokens.
+    Returns: int32 `[T, k]`, global rows in falling order of score, later rows first among equal scores. Sums are fp32
+    (float64 for float64 inputs), compared in fp32. Memory is bounded by chunks over tokens.
 
     Source: DeepSeek-V3.2, lightning indexer.
     """
@@ -191,13 +203,15 @@ def select_topk(
         q_positions = torch.arange(T, device=iq.device) + (S_kv - T)
     else:
         _check_rows("q_positions", q_positions, (T,), "T")
+    if cu_seqlens is not None and getattr(cu_seqlens, "device", iq.device) != iq.device:
+        raise ArgumentValueError("cu_seqlens", f"must be on iq's device {iq.device}", cu_seqlens.device)
     start, stop = causal_ranges(T, cu_seqlens, q_positions=q_positions)
     compute = torch.float64 if iq.dtype == torch.float64 else torch.float32
     keys = ik.to(compute)
     row_number = torch.arange(S_kv, device=iq.device)
     rows = torch.full((T, k), INVALID, dtype=torch.int32, device=iq.device)
     take = min(k, S_kv)
-    step = max(1, CHUNK_BYTES // max((heads + 3) * S_kv * compute.itemsize, 1))
+    step = max(1, CHUNK_BYTES // max((heads + 9) * S_kv * compute.itemsize, 1))
     for first in range(0, T if take else 0, step):
         chunk = slice(first, first + step)
         # Autocast would compute the scores in 16 bits.
@@ -205,9 +219,22 @@ def select_topk(
             logits = torch.einsum("thd,sd->ths", iq[chunk].to(compute), keys).relu_()
             scores = torch.einsum("ths,th->ts", logits, weights[chunk].to(compute))
         outside = (row_number < start[chunk, None]) | (row_number >= stop[chunk, None])
-        best = scores.masked_fill_(outside, float("-inf")).topk(take, dim=-1)
-        rows[chunk, :take] = best.indices.int().masked_fill_(best.values == float("-inf"), INVALID)
+        rows[chunk, :take] = _best_rows(scores.masked_fill_(outside, float("-inf")), take)
     return rows
+
+
+def _best_rows(scores: Tensor, k: int) -> Tensor:
+    """Rows of the k largest scores `[t, S_kv]`, best first, later rows first among equals; -1 for a score of -inf.
+
+    One int64 key per pair, the score's bits above the row number, so equal scores are ranked alike on every device and
+    in every packing: relu makes exact ties common.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal to 0.0
+    # Negative floats order backwards by their bits; flipping all but the sign mends that.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) | torch.arange(scores.shape[-1], device=scores.device)
+    best = keys.topk(k, dim=-1).values
+    return (best & 0xFFFFFFFF).masked_fill_((best >> 32) <= _MINUS_INFINITY, INVALID).int()
 
 
 def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
@@ -220,6 +247,8 @@ def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
             raise ArgumentTypeError(name, "must be a torch.Tensor", type(tensor).__name__)
         if tensor.dim() != rank:
             raise ArgumentValueError(name, f"must be {letters}", f"shape {list(tensor.shape)}")
+        if tensor.is_complex():
+            raise ArgumentTypeError(name, "must be real", tensor.dtype)
         if tensor.device != iq.device:
             raise ArgumentValueError(name, f"must be on iq's device {iq.device}", tensor.device)
     if ik.shape[1] != iq.shape[2]:

@@ -37,6 +37,8 @@ from .problem import MaybeTensor
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 # Longer rows are split every so many slots, whatever the number of tokens: a row's result must not depend on others.
 WHOLE_ROW = 4096
+# Bytes per slot that resolving validity takes; it runs over whole rows.
+VALIDITY_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -226,17 +228,19 @@ def forward(
     B, S, H, D = q.shape
     S_kv, G, K = kv.shape[1], kv.shape[2], indices.shape[3]
     h, item = H // G, rule.compute.itemsize
-    out = q.new_zeros((B * S, H, d_v), dtype=rule.outputs)
-    lse = q.new_full((B * S, H), float("-inf"), dtype=rule.compute)
+    # Results are returned as allocated, not as views: autograd forbids changing a view from an op in place.
+    out = q.new_zeros((B, S, H, d_v), dtype=rule.outputs)
+    lse = q.new_full((B, S, H), float("-inf"), dtype=rule.compute)
     max_abs = torch.zeros_like(lse)
     if 0 in (B * S, S_kv, K):
-        return Forward(out.view(B, S, H, d_v), lse.view(B, S, H), max_abs.view(B, S, H))
+        return Forward(out, lse, max_abs)
+    out_rows, lse_rows, max_abs_rows = out.view(B * S, H, d_v), lse.view(B * S, H), max_abs.view(B * S, H)
 
     axis = _Tokens(B, S, q.device)
     selection = _Selection(kv, indices, causal, q_positions, topk_length, rule.compute)
     sink = None if attn_sink is None else attn_sink.to(rule.compute)
     per_slot = (2 * D + 3 * h) * item
-    for tokens in axis.chunks(min(K, WHOLE_ROW) * per_slot):
+    for tokens in axis.chunks(min(K, WHOLE_ROW) * per_slot + G * K * VALIDITY_BYTES):
         chunk, q_chunk = selection.take(axis, tokens), axis.take(q, tokens)
         for group in range(G):
             heads = slice(group * h, (group + 1) * h)
@@ -246,12 +250,9 @@ def forward(
                 rows, valid, _ = chunk.rows(group, slots)
                 state.add(_masked_scores(q_group, rows, valid, sm_scale), rows[..., :d_v])
             result, row_lse = state.finish(None if sink is None else sink[heads])
-            out[tokens, heads], lse[tokens, heads], max_abs[tokens, heads] = (
-                result.to(rule.outputs),
-                row_lse,
-                state.max_abs,
-            )
-    return Forward(out.view(B, S, H, d_v), lse.view(B, S, H), max_abs.view(B, S, H))
+            out_rows[tokens, heads] = result.to(rule.outputs)
+            lse_rows[tokens, heads], max_abs_rows[tokens, heads] = row_lse, state.max_abs
+    return Forward(out, lse, max_abs)
 
 
 class _OnlineSoftmax:
@@ -306,14 +307,15 @@ def backward(
     h, d_v, item = H // G, out.shape[-1], rule.compute.itemsize
     sink = None if attn_sink is None else attn_sink.to(rule.compute)
     d_sink = d_sink_abs = None if sink is None else torch.zeros_like(sink)
-    dq = q.new_zeros((B * S, H, D), dtype=rule.outputs)
+    dq = q.new_zeros((B, S, H, D), dtype=rule.outputs)
+    dq_rows = dq.view(B * S, H, D) if B * S else dq
     # One row past the end takes what invalid slots would add, so no real row is touched by them.
     sums = q.new_zeros((B * S_kv + 1, G, D), dtype=rule.compute)
     touched = torch.zeros(B * S_kv + 1, G, dtype=torch.bool, device=q.device)
     axis = _Tokens(B, S, q.device)
     selection = _Selection(kv, indices, causal, q_positions, topk_length, rule.compute)
     per_slot = (3 * D + 5 * h) * item
-    for tokens in axis.chunks(max(min(K, WHOLE_ROW) * per_slot, 4 * H * D * item)):
+    for tokens in axis.chunks(max(min(K, WHOLE_ROW) * per_slot + G * K * VALIDITY_BYTES, 4 * H * D * item)):
         row = _row_terms(
             axis.take(out, tokens), axis.take(dout, tokens), axis.take(lse, tokens), axis.take(dlse, tokens), sink,
             rule.compute,
@@ -337,11 +339,9 @@ def backward(
                 _add_product(grad_rows[..., :d_v], p.transpose(1, 2), group_row.dout)
                 _add_rows(sums[:, group], number.flatten(), grad_rows.flatten(0, 1), deterministic)
                 touched[:, group].index_fill_(0, number.flatten(), True)
-            dq[tokens, heads] = grad_q.mul_(sm_scale).to(rule.outputs)
-    result = _finish_dkv(
-        sums[:-1].view(B, S_kv, G, D), touched[:-1].view(B, S_kv, G, 1), dkv, dkv_dtype or rule.outputs
-    )
-    return Backward(dq.view(B, S, H, D), result, d_sink, d_sink_abs)
+            dq_rows[tokens, heads] = grad_q.mul_(sm_scale).to(rule.outputs)
+    result = _finish_dkv(sums, touched, (B, S_kv, G, D), dkv, dkv_dtype or rule.outputs)
+    return Backward(dq, result, d_sink, d_sink_abs)
 
 
 class _RowTerms(NamedTuple):
@@ -415,8 +415,12 @@ def _add_rows(target: Tensor, number: Tensor, rows: Tensor, deterministic: bool)
         target.index_add_(0, number, rows)
 
 
-def _finish_dkv(sums: Tensor, touched: Tensor, dkv: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finish_dkv(
+    sums: Tensor, touched: Tensor, shape: tuple[int, int, int, int], dkv: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     if dkv is None:
-        return sums.to(dtype)
+        # The row past the end goes without a copy where the sums themselves are wanted.
+        return sums.resize_(shape) if sums.dtype == dtype else sums[:-1].view(shape).to(dtype)
+    sums, touched = sums[:-1].view(shape), touched[:-1].view(*shape[:-1], 1)
     # Rows that no valid slot selects keep their bits: even adding 0.0 would change a -0.0.
     return dkv.copy_(torch.where(touched, dkv + sums, dkv))

@@ -13,12 +13,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError
 from .problem import KERNEL_DTYPES, MAX_HEADS_PER_GROUP, MaybeTensor, Problem, default_d_v, default_scale
 
 ROW_ALIGNMENT = 16  # bytes
+SCALE_RULE = "must be a finite number >= 0 (Python or numpy scalar, or a 0-dim CPU tensor)"
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -52,7 +54,7 @@ class BackwardCall(Call):
 
 def scale(sm_scale: Any, D: int) -> float:
     """`sm_scale` as a Python float; `None` is `D ** -0.5`. A CUDA tensor is refused: reading it would synchronise."""
-    rule = "must be a finite number >= 0 (Python or numpy scalar, or a 0-dim CPU tensor)"
+    rule = SCALE_RULE
     if sm_scale is None:
         return default_scale(D)
     if isinstance(sm_scale, Tensor):
@@ -65,12 +67,20 @@ def scale(sm_scale: Any, D: int) -> float:
         sm_scale = sm_scale.item()
     if isinstance(sm_scale, bool) or not _is_real(sm_scale):
         raise ArgumentTypeError("sm_scale", rule, type(sm_scale).__name__)
+    if torch.compiler.is_compiling():
+        # A traced float has no value to look at yet, and float() would fix it; the op looks when it runs.
+        return sm_scale * 1.0
     try:
         value = float(sm_scale)
     except OverflowError:
         value = math.inf
+    return scale_value(value)
+
+
+def scale_value(value: float) -> float:
+    """The scale's value, checked."""
     if not math.isfinite(value) or value < 0:
-        raise ArgumentValueError("sm_scale", rule, value)
+        raise ArgumentValueError("sm_scale", SCALE_RULE, value)
     if value > torch.finfo(torch.float32).max:
         raise ArgumentValueError("sm_scale", "must be finite in fp32, in which scores are computed", value)
     return value
@@ -145,8 +155,12 @@ def no_plan(plan: Any) -> None:
 def tensors(optional: tuple[str, ...] = (), **named: Any) -> None:
     """Everything named is a tensor; only those in `optional` may be `None`."""
     for name, value in named.items():
-        if not isinstance(value, Tensor) and not (value is None and name in optional):
+        if value is None and name in optional:
+            continue
+        if not isinstance(value, Tensor):
             raise ArgumentTypeError(name, "must be a torch.Tensor", type(value).__name__)
+        if value.layout != torch.strided or value.is_nested:
+            raise ArgumentTypeError(name, "must be a dense (strided) tensor", value.layout)
 
 
 # -- one line per tensor and property ------------------------------------------------------------------------------
@@ -166,8 +180,6 @@ def _shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -
 def _device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ArgumentValueError(name, f"must be on q's device {device}", tensor.device)
-    if tensor.layout != torch.strided:
-        raise ArgumentTypeError(name, "must be a dense (strided) tensor", tensor.layout)
 
 
 def _layout_fault(tensor: Tensor, pointers: bool, is_output: bool = False) -> tuple[str, object] | None:
@@ -196,7 +208,13 @@ def _layout_fault(tensor: Tensor, pointers: bool, is_output: bool = False) -> tu
 
 def _has_address(tensor: Tensor) -> bool:
     # Fake and functional tensors (torch.compile, AOT autograd) and the meta device have no memory to look at.
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    if tensor.device.type == "meta" or is_fake(tensor):
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def rows_readable(dout: Tensor) -> bool:
