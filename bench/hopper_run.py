@@ -14,7 +14,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -113,10 +115,11 @@ SHAPES = {
 }  # fmt: skip
 
 
+Calls = dict[str, Callable[[], object]]
 QUEUE_CYCLES = 2_000_000  # about a millisecond
 
 
-def timed(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
+def timed(functions: Calls, rounds: int) -> dict[str, dict[str, float]]:
     """Interleaved CUDA-event times of several functions: median, p10, p90 in ms."""
     for function in functions.values():
         for _ in range(2):
@@ -158,15 +161,17 @@ def inputs_of(shape: Shape) -> tuple[torch.Tensor, ...]:
     return q, kv, indices, dout
 
 
-def peers(path: str, shape: Shape, q, kv, indices, dout, out, lse) -> tuple[dict, dict]:
+def peers(path: str, shape: Shape, saved: tuple[torch.Tensor, ...]) -> tuple[Calls, Calls]:
     """The public example's forward and backward on the same inputs, where it supports the shape."""
     if path not in sys.path:
         sys.path.insert(0, path)
     import sparse_mla_bwd as peer_bwd
     import sparse_mla_fwd_pipelined as peer_fwd
 
+    q, kv, out, dout, indices, lse = saved
     tail = shape.D - 512
-    fwd, bwd = {}, {}
+    fwd: Calls = {}
+    bwd: Calls = {}
     if tail and shape.H in (64, 128):
         kernel = peer_fwd.sparse_mla_fwd_interface(q, kv, indices, shape.S_kv - shape.T + 1, 1, return_kernel=True)
         first = torch.tensor([shape.S_kv - shape.T], dtype=torch.int32, device="cuda")
@@ -199,13 +204,13 @@ def peers(path: str, shape: Shape, q, kv, indices, dout, out, lse) -> tuple[dict
 
             return call
 
-        bwd["tilelang_example_256"] = example(256 if shape.H >= 64 else 128)
+        bwd["tilelang_example"] = example(256 if shape.H >= 64 else 128)
         if shape.H >= 64:
             bwd["tilelang_example_128"] = example(128)
     return fwd, bwd
 
 
-def measure(names: str, rounds: int, peer_path: str | None, sink) -> None:
+def measure(names: str, rounds: int, peer_path: str | None, sink: TextIO) -> None:
     """Time every shape and write one JSON line a function."""
     import tilelang
 
@@ -217,12 +222,12 @@ def measure(names: str, rounds: int, peer_path: str | None, sink) -> None:
     for shape in shapes:
         q, kv, indices, dout = inputs_of(shape)
         out, lse = csm.fwd(q, kv, indices, causal=True)
-        fwd = {"sm90": lambda q=q, kv=kv, i=indices: csm.fwd(q, kv, i, causal=True)}
         saved = (q, kv, out, dout, indices, lse)
-        bwd = {"sm90": lambda saved=saved: csm.bwd(*saved, causal=True)}
+        fwd: Calls = {"sm90": partial(csm.fwd, q, kv, indices, causal=True)}
+        bwd: Calls = {"sm90": partial(csm.bwd, *saved, causal=True)}
         if peer_path:
             try:
-                more_fwd, more_bwd = peers(peer_path, shape, q, kv, indices, dout, out, lse)
+                more_fwd, more_bwd = peers(peer_path, shape, saved)
                 fwd.update(more_fwd)
                 bwd.update(more_bwd)
             except Exception as error:
