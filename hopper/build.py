@@ -1,0 +1,34 @@
+"""Compiling and keeping the TileLang kernels: one per `Plan` and kind, in memory here and on disk by TileLang."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tilelang
+
+from . import backward, forward, postprocess, preprocess
+from .plan import Plan
+
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+BUILDERS = {
+    "forward": forward.build,
+    "preprocess": preprocess.build,
+    "backward": backward.build,
+    "postprocess": postprocess.build,
+}
+_KEY = tilelang.PassConfigKey
+PASS_CONFIGS = {
+    _KEY.TL_ENABLE_FAST_MATH: True,
+    # The kernels guard every access themselves: heads, slots, lengths.
+    _KEY.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+    # The roles are written out by hand; the automatic pass must not move them.
+    _KEY.TL_DISABLE_WARP_SPECIALIZED: True,
+}
+
+
+@functools.cache
+def kernel(kind: str, plan: Plan) -> Callable[..., Any]:
+    """The compiled kernel of this kind ("forward", "preprocess", "backward", "postprocess")."""
+    return tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)

@@ -1,0 +1,376 @@
+"""Forward of sparse MLA: one CTA per (token, group, tile of 64 heads).
+
+    s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
+
+`q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` -> `out [B, S, H, 512]`, `lse [B, S, H]`. Online softmax
+over pairs of 64-slot blocks (Milakov and Gimelshein 2018); two warpgroups own half of the output columns each, as in
+FlashMLA's prefill. Any head count up to 64 fills the tile with zero rows: the gather is the same, and it sets the time.
+
+Pipeline of one pair of blocks, time down (L, R: columns 0..255 and 256..D of a KV buffer; the P of a block is handed
+over in the tail columns of its own buffer, where there is a tail):
+
+    copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
+    gather L of block 0       wait L, R of block 0
+    gather R of block 1       S0 = Q K0^T                       wait R, L of block 1
+    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T under way
+    gather L of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
+    wait left_free[0]         O_L += P0 V0_L                    O_R += P0 V0_R
+      (next pair) ...         frees left_free[0]                m1 = max(m0, row max S1)
+                              O_L rescaled to m1    <-- m1 --   P1 = exp(S1 - m1)
+    wait right_free[1]                              <-- P1 --   frees right_free[0]
+                              O_L += P1 V1_L                    O_R += P1 V1_R
+                              frees left_free[1]                frees right_free[1]
+
+The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
+invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0.
+"""
+
+import tilelang.language as T  # noqa: I001
+from tvm.tirx import PrimFunc
+
+from .plan import (
+    BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
+    ROWS, THREADS, WARPGROUP, Plan,
+)  # fmt: skip
+from .tile import PASSES, STEP, VECTOR, load_heads
+
+# Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
+FLOOR = -1e38
+
+
+def build(plan: Plan) -> PrimFunc:
+    """The forward for `plan`; shapes, strides, scale and flags are run-time values.
+
+    Annotations of a TileLang kernel are evaluated, so this file must not postpone them (no `from __future__`).
+    """
+    D = plan.D
+    TAIL = D - D_V
+    dtype, idx_t = plan.dtype, plan.index_dtype
+    fp32, i64 = "float32", "int64"
+
+    B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    qb, qs, qh = (T.dynamic(n, "int64") for n in ("q_b", "q_s", "q_h"))
+    kb, ks, kg = (T.dynamic(n, "int64") for n in ("kv_b", "kv_s", "kv_g"))
+    ib, is_, ig, ik = (T.dynamic(n, "int64") for n in ("i_b", "i_s", "i_g", "i_k"))
+    tb, ts, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "p_b", "p_s", "sink_h"))
+
+    @T.macro
+    def gather(KV, KV_s, stage, rows, ok, kv_base, r0, c0, first, last):
+        # Columns [first, last) of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+        for r in T.unroll(PASSES):
+            for u in T.unroll((last - first) // STEP):
+                T.ptx_cp_async(
+                    T.access_ptr(KV_s[stage, r * 16 + r0, first + u * STEP + c0], "w", VECTOR),
+                    T.access_ptr(KV[0, rows[PASSES * stage + r], 0, kv_base + first + u * STEP + c0], "r", VECTOR),
+                    VECTOR,
+                    predicate=ok[PASSES * stage + r],
+                )
+
+    @T.prim_func
+    def sparse_mla_fwd(
+        Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
+        KV: T.StridedTensor((B, S_kv, G, D), (kb, ks, kg, 1), dtype),
+        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
+        TopkLength: T.StridedTensor((B, S), (tb, ts), "int32"),
+        QPositions: T.StridedTensor((B, S), (pb, ps), "int64"),
+        Sink: T.StridedTensor((H,), (sh,), fp32),
+        Out: T.Tensor((B, S, H, D_V), dtype),
+        Lse: T.Tensor((B, S, H), fp32),
+        scale_log2: T.float32,
+        heads_per_group: T.int32,
+        tiles_per_group: T.int32,
+        causal: T.int32,
+        has_length: T.int32,
+        has_positions: T.int32,
+    ):
+        with T.Kernel(T.cast(B * S * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+            Q_s = T.alloc_shared([ROWS, D], dtype)
+            KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
+            bias = T.alloc_shared([2, BLOCK_K], fp32, scope="shared")
+            max_0 = T.alloc_shared([ROWS], fp32, scope="shared")
+            max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
+            sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
+            sum_1 = T.alloc_shared([ROWS], fp32, scope="shared")
+            if TAIL:  # noqa: SIM108
+                P_s = KV_s
+            else:
+                P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
+            P_LO = D_V if TAIL else 0
+
+            q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            bias_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            left_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            right_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            max_0_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            max_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            p_0_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
+
+            tx = T.get_thread_binding()
+            tile = T.alloc_var("int32")
+            g = T.alloc_var("int64")
+            t = T.alloc_var("int64")
+            b = T.alloc_var("int64")
+            head_0 = T.alloc_var("int64")
+            heads = T.alloc_var("int32")
+            tile = T.truncmod(bx, tiles_per_group)
+            t = T.cast(T.truncdiv(bx, tiles_per_group), i64)
+            g = T.truncmod(t, G)
+            t = T.truncdiv(t, G)
+            b = T.truncdiv(t, S)
+            t = T.truncmod(t, S)
+            head_0 = g * heads_per_group + tile * ROWS
+            heads = T.min(heads_per_group - tile * ROWS, ROWS)
+
+            length = T.alloc_var("int32")
+            length = T.cast(K, "int32")
+            if has_length != 0:
+                length = T.max(0, T.min(TopkLength[b, t], T.cast(K, "int32")))
+            pairs = T.alloc_var("int32")
+            pairs = T.ceildiv(length, 2 * BLOCK_K)
+
+            # Does: loads q, gathers KV. Produces: left_ready, right_ready, bias_ready. Consumes: left_free, right_free.
+            if tx >= 2 * WARPGROUP:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                lane = tx - 2 * WARPGROUP
+                r0 = lane // 8
+                c0 = lane % 8 * 8
+                kv_base = T.alloc_var("int64")
+                kv_base = b * kb + g * kg
+                limit = T.alloc_var("int64")
+                limit = S_kv
+                if causal != 0:
+                    if has_positions != 0:  # noqa: SIM108
+                        limit = T.min(S_kv, QPositions[b, t] + 1)
+                    else:
+                        limit = T.min(S_kv, t + S_kv - S + 1)
+
+                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
+                T.cp_async_barrier_noinc(q_ready)
+
+                idx = T.alloc_local([8], idx_t)
+                rows = T.alloc_local([8], "int64")
+                ok = T.alloc_local([8], "bool")
+                for j in T.unroll(8):
+                    slot = j // 4 * BLOCK_K + j % 4 * 16 + r0
+                    idx[j] = -1
+                    if slot < length:
+                        idx[j] = Indices[b, t, g, slot]
+
+                for i in T.serial(pairs):
+                    for j in T.unroll(8):
+                        ok[j] = (T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit)
+                        rows[j] = T.if_then_else(ok[j], T.cast(idx[j], i64), T.cast(0, i64))
+                        slot = (i + 1) * 2 * BLOCK_K + j // 4 * BLOCK_K + j % 4 * 16 + r0
+                        idx[j] = -1
+                        if slot < length:
+                            idx[j] = Indices[b, t, g, slot]
+
+                    T.barrier_wait(left_free[0], (i & 1) ^ 1)
+                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, 0, HALF)
+                    T.cp_async_barrier_noinc(left_ready[0])
+                    if lane % 8 == 0:
+                        for r in T.unroll(4):
+                            bias[0, r * 16 + r0] = T.if_then_else(ok[r], T.float32(0), -T.infinity(fp32))
+                    T.barrier_arrive(bias_ready[0])
+
+                    T.barrier_wait(right_free[1], (i & 1) ^ 1)
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
+                    T.cp_async_barrier_noinc(right_ready[1])
+                    if lane % 8 == 0:
+                        for r in T.unroll(4):
+                            bias[1, r * 16 + r0] = T.if_then_else(ok[4 + r], T.float32(0), -T.infinity(fp32))
+                    T.barrier_arrive(bias_ready[1])
+
+                    T.barrier_wait(right_free[0], (i & 1) ^ 1)
+                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
+                    T.cp_async_barrier_noinc(right_ready[0])
+
+                    T.barrier_wait(left_free[1], (i & 1) ^ 1)
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, 0, HALF)
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, D_V, D)
+                    T.cp_async_barrier_noinc(left_ready[1])
+
+            # Does: even blocks' scores, out columns 0..255, lse. Produces: max_0, P0. Consumes: max_1, P1.
+            elif tx < WARPGROUP:
+                T.set_max_nreg(MATRIX_REGISTERS, 1)
+                o_l = T.alloc_fragment([ROWS, HALF], fp32)
+                s_0 = T.alloc_fragment([ROWS, BLOCK_K], fp32)
+                p_0 = T.alloc_fragment([ROWS, BLOCK_K], dtype)
+                m_prev_0 = T.alloc_fragment([ROWS], fp32)
+                m_0 = T.alloc_fragment([ROWS], fp32)
+                m_both_0 = T.alloc_fragment([ROWS], fp32)
+                scale_0 = T.alloc_fragment([ROWS], fp32)
+                l_0 = T.alloc_fragment([ROWS], fp32)
+                l_i_0 = T.alloc_fragment([ROWS], fp32)
+                T.fill(o_l, 0)
+                T.fill(l_0, 0)
+                T.fill(m_both_0, FLOOR)
+                T.barrier_wait(q_ready, 0)
+
+                for i in T.serial(pairs):
+                    T.barrier_wait(bias_ready[0], i & 1)
+                    for h, k in T.Parallel(ROWS, BLOCK_K):
+                        s_0[h, k] = bias[0, k]
+                    T.barrier_wait(left_ready[0], i & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True)
+                    T.barrier_wait(right_ready[0], i & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                    T.wait_wgmma(0)
+
+                    T.copy(m_both_0, m_prev_0)
+                    T.reduce_max(s_0, m_0, dim=1, clear=True)
+                    for h in T.Parallel(ROWS):
+                        m_0[h] = T.max(m_0[h], m_prev_0[h])
+                    T.copy(m_0, max_0)
+                    T.barrier_arrive(max_0_ready)
+                    for h in T.Parallel(ROWS):
+                        scale_0[h] = T.exp2((m_prev_0[h] - m_0[h]) * scale_log2)
+                    for h, k in T.Parallel(ROWS, BLOCK_K):
+                        s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
+                    T.copy(s_0, p_0)
+                    T.copy(p_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
+                    T.fence_proxy_async()
+                    T.barrier_arrive(p_0_ready)
+                    for h, d in T.Parallel(ROWS, HALF):
+                        o_l[h, d] *= scale_0[h]
+                    T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
+                    T.reduce_sum(s_0, l_i_0, dim=1)
+                    for h in T.Parallel(ROWS):
+                        l_0[h] = l_0[h] * scale_0[h] + l_i_0[h]
+                    T.barrier_wait(max_1_ready, i & 1)
+                    T.copy(max_1, m_both_0)
+                    for h in T.Parallel(ROWS):
+                        scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
+                    for h in T.Parallel(ROWS):
+                        l_0[h] = l_0[h] * scale_0[h]
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(left_free[0])
+                    for h, d in T.Parallel(ROWS, HALF):
+                        o_l[h, d] *= scale_0[h]
+                    T.barrier_wait(p_1_ready, i & 1)
+                    T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(left_free[1])
+
+                T.copy(l_0, sum_0)
+                T.barrier_arrive(sums_ready)
+                T.barrier_wait(sums_ready, 0)
+                T.copy(sum_1, l_i_0)
+                for h in T.Parallel(ROWS):
+                    l_0[h] += l_i_0[h]
+                for h in T.Parallel(ROWS):
+                    m_0[h] = T.if_then_else(
+                        l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * LN_2, -T.infinity(fp32)
+                    )
+                for h in T.Parallel(ROWS):
+                    if h < heads:
+                        Lse[b, t, head_0 + h] = m_0[h]
+                for h in T.Parallel(ROWS):
+                    l_0[h] = T.if_then_else(
+                        l_0[h] > 0,
+                        1.0 / (l_0[h] * (1.0 + T.exp(Sink[head_0 + T.if_then_else(h < heads, h, 0)] - m_0[h]))),
+                        0.0,
+                    )
+                for h, d in T.Parallel(ROWS, HALF):
+                    o_l[h, d] *= l_0[h]
+                T.copy(o_l, Q_s[:, :HALF])
+                for h, d in T.Parallel(ROWS, HALF):
+                    if h < heads:
+                        Out[b, t, head_0 + h, d] = Q_s[h, d]
+
+            # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
+            else:
+                T.set_max_nreg(MATRIX_REGISTERS, 1)
+                o_r = T.alloc_fragment([ROWS, HALF], fp32)
+                s_1 = T.alloc_fragment([ROWS, BLOCK_K], fp32)
+                p_1 = T.alloc_fragment([ROWS, BLOCK_K], dtype)
+                m_prev_1 = T.alloc_fragment([ROWS], fp32)
+                m_1 = T.alloc_fragment([ROWS], fp32)
+                m_both_1 = T.alloc_fragment([ROWS], fp32)
+                scale_1 = T.alloc_fragment([ROWS], fp32)
+                l_1 = T.alloc_fragment([ROWS], fp32)
+                l_i_1 = T.alloc_fragment([ROWS], fp32)
+                T.fill(o_r, 0)
+                T.fill(l_1, 0)
+                T.fill(m_both_1, FLOOR)
+                T.barrier_wait(q_ready, 0)
+
+                for i in T.serial(pairs):
+                    T.barrier_wait(bias_ready[1], i & 1)
+                    for h, k in T.Parallel(ROWS, BLOCK_K):
+                        s_1[h, k] = bias[1, k]
+                    T.barrier_wait(right_ready[1], i & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True)
+                    T.barrier_wait(left_ready[1], i & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
+                    if TAIL:
+                        T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
+                    # Block 0 first, in both warpgroups: its buffers are free again while block 1 is under way.
+                    T.copy(m_both_1, m_prev_1)
+                    T.barrier_wait(max_0_ready, i & 1)
+                    T.copy(max_0, m_both_1)
+                    for h in T.Parallel(ROWS):
+                        scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
+                    for h, d in T.Parallel(ROWS, HALF):
+                        o_r[h, d] *= scale_1[h]
+                    for h in T.Parallel(ROWS):
+                        l_1[h] *= scale_1[h]
+                    T.barrier_wait(p_0_ready, i & 1)
+                    T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
+                    T.wait_wgmma(1)
+
+                    T.copy(m_both_1, m_prev_1)
+                    T.reduce_max(s_1, m_1, dim=1, clear=True)
+                    for h in T.Parallel(ROWS):
+                        m_both_1[h] = T.max(m_1[h], m_both_1[h])
+                    T.copy(m_both_1, max_1)
+                    T.barrier_arrive(max_1_ready)
+                    for h in T.Parallel(ROWS):
+                        scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
+                    for h, k in T.Parallel(ROWS, BLOCK_K):
+                        s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
+                    T.copy(s_1, p_1)
+                    T.copy(p_1, P_s[1, :, P_LO : P_LO + BLOCK_K])
+                    T.fence_proxy_async()
+                    T.barrier_arrive(p_1_ready)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(right_free[0])
+                    for h, d in T.Parallel(ROWS, HALF):
+                        o_r[h, d] *= scale_1[h]
+                    T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
+                    T.reduce_sum(s_1, l_i_1, dim=1)
+                    for h in T.Parallel(ROWS):
+                        l_1[h] = l_1[h] * scale_1[h] + l_i_1[h]
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(right_free[1])
+
+                T.copy(l_1, sum_1)
+                T.barrier_arrive(sums_ready)
+                T.barrier_wait(sums_ready, 0)
+                T.copy(sum_0, l_i_1)
+                for h in T.Parallel(ROWS):
+                    l_1[h] += l_i_1[h]
+                for h in T.Parallel(ROWS):
+                    m_1[h] = (T.log2(l_1[h]) + m_both_1[h] * scale_log2) * LN_2
+                for h in T.Parallel(ROWS):
+                    l_1[h] = T.if_then_else(
+                        l_1[h] > 0,
+                        1.0 / (l_1[h] * (1.0 + T.exp(Sink[head_0 + T.if_then_else(h < heads, h, 0)] - m_1[h]))),
+                        0.0,
+                    )
+                for h, d in T.Parallel(ROWS, HALF):
+                    o_r[h, d] *= l_1[h]
+                T.copy(o_r, Q_s[:, HALF:D_V])
+                for h, d in T.Parallel(ROWS, HALF):
+                    if h < heads:
+                        Out[b, t, head_0 + h, HALF + d] = Q_s[h, HALF + d]
+
+    return sparse_mla_fwd

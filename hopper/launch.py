@@ -1,0 +1,181 @@
+"""The backend's entry points: what runs on SM90, and the launches of one forward and one backward.
+
+Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..config import SparseAttentionConfig
+from ..errors import MissingDependencyError, UnsupportedError
+from ..problem import Problem
+from .plan import BLOCK_K, CHUNK, HALF, LOG2_E, ROWS, SMEM_LIMIT, THREADS, Plan
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+# Versions that the tests ran with; others are refused by name.
+TILELANG_VERSIONS = ("0.1.15",)
+# Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
+SMALLEST_SCALE = 1e-30
+# What these kernels are built for; a config may only repeat it.
+BUILT_FOR = {
+    "fwd_threads": THREADS,
+    "fwd_stages": 2,
+    "fwd_block_k": BLOCK_K,
+    "bwd_threads": THREADS,
+    "bwd_stages": 1,
+    "bwd_block_k": BLOCK_K,
+    "bwd_split_store": HALF // CHUNK,
+    "tokens_per_tile": 1,
+}
+
+
+def plan_of(problem: Problem) -> Plan:
+    """The compile-time part of a problem."""
+    return Plan(problem.D, str(problem.dtype).split(".")[1], str(problem.index_dtype).split(".")[1])
+
+
+def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
+    """Shared memory of the two main kernels, in bytes."""
+    plan = plan_of(problem)
+    return {"forward": sum(plan.forward_smem.values()), "backward": sum(plan.backward_smem.values())}
+
+
+def check(problem: Problem, config: SparseAttentionConfig) -> None:
+    """Refuse what these kernels cannot run, before anything is compiled."""
+    _check_tilelang()
+    for name, built in BUILT_FOR.items():
+        wished = getattr(config, name)
+        if wished not in (None, built):
+            raise UnsupportedError(
+                f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}"
+            )
+
+
+def _why(name: str, wished: int, problem: Problem) -> str:
+    plan = plan_of(problem)
+    if name in ("fwd_stages", "fwd_block_k"):
+        parts, grow = plan.forward_smem, f"kv 2 x [{BLOCK_K} x {plan.D}]"
+    elif name in ("bwd_stages", "bwd_block_k"):
+        parts, grow = plan.backward_smem, f"kv [{BLOCK_K} x {plan.D}]"
+    else:
+        return ""
+    built = BUILT_FOR[name]
+    needed = sum(parts.values()) - parts[grow] + parts[grow] * wished // built
+    sums = " + ".join(f"{size} ({use})" for use, size in parts.items())
+    return f" (shared memory: {sums}; {name} = {wished} would need {needed} of {SMEM_LIMIT} bytes)"
+
+
+@functools.cache
+def _check_tilelang() -> None:
+    try:
+        version = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingDependencyError(
+            f"the sm90 kernels need tilelang {TILELANG_VERSIONS[-1]}: pip install 'cute_sparse_mla[hopper]'"
+        ) from None
+    if version.split("+")[0] not in TILELANG_VERSIONS:
+        raise MissingDependencyError(
+            f"the sm90 kernels were tested with tilelang {', '.join(TILELANG_VERSIONS)}; {version} is installed: "
+            f"pip install tilelang=={TILELANG_VERSIONS[-1]}"
+        )
+
+
+def _build() -> ModuleType:
+    _check_tilelang()
+    from . import build
+
+    return build
+
+
+def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
+    """Compile the kernels of such a problem."""
+    plan, build = plan_of(problem), _build()
+    for kind in ("forward", *(("preprocess", "backward", "postprocess") if backward else ())):
+        build.kernel(kind, plan)
+
+
+@functools.cache
+def _scalar(device: torch.device, value: float, dtype: torch.dtype) -> Tensor:
+    # Stands in for an optional tensor: expanded with stride 0, read by nobody or as a neutral value.
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+def _slots(
+    problem: Problem, q_positions: Tensor | None, topk_length: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """Lengths and positions, or stand-ins, and the flags `(causal, has_length, has_positions)`."""
+    shape = (problem.B, problem.S)
+    flags = (int(problem.causal), int(topk_length is not None), int(q_positions is not None))
+    lengths = _scalar(device, 0, torch.int32).expand(shape) if topk_length is None else topk_length
+    positions = _scalar(device, 0, torch.int64).expand(shape) if q_positions is None else q_positions.to(torch.int64)
+    return lengths, positions, flags
+
+
+def _sink(problem: Problem, attn_sink: Tensor | None, device: torch.device) -> Tensor:
+    # A sink of -inf is no sink.
+    return _scalar(device, float("-inf"), torch.float32).expand(problem.H) if attn_sink is None else attn_sink
+
+
+def _tiles(problem: Problem) -> int:
+    return -(-problem.heads_per_group // ROWS)
+
+
+def fwd(
+    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
+    topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out [B, S, H, 512], lse [B, S, H])`, one launch."""
+    B, S, H = problem.B, problem.S, problem.H
+    out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, q.device)
+    scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
+    _build().kernel("forward", plan_of(problem))(
+        q, kv, indices, lengths, positions, _sink(problem, attn_sink, q.device), out, lse,
+        scale_log2, problem.heads_per_group, _tiles(problem), *flags,
+    )  # fmt: skip
+    return out, lse
+
+
+def bwd(
+    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
+    lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
+    attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`(dq, dkv, d_sink)`: per-row values, the main kernel, and the rounding of dkv unless fp32 is wanted.
+
+    Workspace: fp32 dkv (4 bytes per element of kv) and 16 bytes per (token, head).
+    """
+    if deterministic:
+        raise UnsupportedError(
+            "the sm90 backward adds dkv in no fixed order: deterministic=True is not supported; "
+            "backend='reference' is deterministic"
+        )
+    B, S, H = problem.B, problem.S, problem.H
+    plan, build, device = plan_of(problem), _build(), q.device
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
+    if dlse is None:
+        dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
+    build.kernel("preprocess", plan)(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
+    dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
+    acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
+    scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
+    build.kernel("backward", plan)(
+        q, kv, dout, indices, lengths, positions, stats, dq, acc,
+        scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), *flags,
+    )  # fmt: skip
+    d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
+    if dkv is None and dkv_dtype in (None, kv.dtype):
+        rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
+        build.kernel("postprocess", plan)(acc.view(-1), rounded.view(-1))
+        return dq, rounded, d_sink
+    return dq, acc, d_sink

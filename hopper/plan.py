@@ -1,0 +1,59 @@
+"""Sizes of the SM90 kernels: tile shapes, shared-memory carve-up, register split; checked before compiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARPGROUP = 128
+THREADS = 3 * WARPGROUP
+ROWS = 64  # heads of a tile: one wgmma M
+BLOCK_K = 64  # slots of a block
+D_V = 512
+HALF = D_V // 2
+CHUNK = 64  # dkv columns of one product and its adds
+# Registers a thread holds after the split. The pool is what the launch gave: 168 a thread, not the whole register file;
+# two matrix warpgroups and a copy warpgroup that ask for more than 3 x 168 wait for ever.
+LAUNCH_REGISTERS = 168
+MATRIX_REGISTERS = 208
+PRODUCER_REGISTERS = 88
+if 2 * MATRIX_REGISTERS + PRODUCER_REGISTERS > 3 * LAUNCH_REGISTERS:
+    raise ValueError("register split exceeds the launch's pool")
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+ITEM = 2  # bytes of bf16 and fp16
+SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
+BARRIER_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values."""
+
+    D: int
+    dtype: str
+    index_dtype: str
+
+    @property
+    def forward_smem(self) -> dict[str, int]:
+        """Shared memory of the forward by use. P of a block lies in the tail columns of its KV buffer, if any."""
+        parts = {
+            f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
+            f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,
+            "slot bias, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
+            "barriers": BARRIER_BYTES,
+        }
+        if self.D == D_V:
+            parts[f"p 2 x [{ROWS} x {BLOCK_K}]"] = 2 * ROWS * BLOCK_K * ITEM
+        return parts
+
+    @property
+    def backward_smem(self) -> dict[str, int]:
+        """Shared memory of the backward by use."""
+        return {
+            f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
+            f"dout [{ROWS} x {D_V}]": ROWS * D_V * ITEM,
+            f"kv [{BLOCK_K} x {self.D}]": BLOCK_K * self.D * ITEM,
+            f"p, dS 2 x [{BLOCK_K} x {ROWS}]": 2 * BLOCK_K * ROWS * ITEM,
+            "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
+            "barriers": BARRIER_BYTES,
+        }

@@ -1,0 +1,90 @@
+"""Device code that TileLang has no word for."""
+
+ROW_ADD = r"""
+namespace sparse_mla {
+// Add a [64 x 64] accumulator of a warpgroup (m64 layout) to 64 fp32 rows, in full 128-byte lines.
+// Straight from the registers a warp would touch 16 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
+// against 3.8 for whole lines. So each warp turns [8 rows x 32 columns] at a time in its own KB of shared memory:
+// float2 writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at
+// c ^ (2 (r % 4) ^ (r / 4))).
+// The adds of a part are issued after the writes of the next, which hides the latency of the reads.
+// `row_n`: kv row of slot 16 warp + 4 n + lane / 8, negative when the slot is invalid.
+template <int Offset>
+__device__ __forceinline__ void add_line(float *to, int row, const float4 v) {
+  // Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
+  asm volatile("{\n"
+               ".reg .pred valid;\n"
+               "setp.ge.s32 valid, %5, 0;\n"
+               "@valid red.global.add.v4.f32 [%0 + %6], {%1, %2, %3, %4};\n"
+               "}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)
+               : "memory");
+}
+__device__ __forceinline__ void add_rows(const void *accumulator, const void *stage, const void *dkv, long long column,
+                                         int row_stride, int row_0, int row_1, int row_2, int row_3) {
+  const float *acc = static_cast<const float *>(accumulator);
+  // Opaque to the compiler: addresses kept from call to call would cost the registers that the accumulators need.
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  asm volatile("" : "+r"(row_0), "+r"(row_1), "+r"(row_2), "+r"(row_3));
+  const int lane = thread % 32, r = lane / 4, q = lane % 4, line = lane / 8, c = lane % 8;
+  float *mine = static_cast<float *>(const_cast<void *>(stage)) + thread / 32 * 256;
+  float *write = mine + 32 * r + 2 * (q % 2);
+  const float *read = mine + 32 * line;
+  float *base = static_cast<float *>(const_cast<void *>(dkv)) + column + 4 * c;
+  float4 low, high;
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {  // rows 8 (part / 2), columns 32 (part % 2)
+    const float *mine_acc = acc + part % 2 * 16 + part / 2 * 2;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      *reinterpret_cast<float2 *>(write + 4 * ((2 * j + q / 2) ^ (2 * (r % 4) ^ r / 4))) =
+          make_float2(mine_acc[4 * j], mine_acc[4 * j + 1]);
+    if (part == 1) add_line<0>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 1) add_line<0>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 2) add_line<128>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 2) add_line<128>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 3) add_line<0>(base + (long long)row_2 * row_stride, row_2, low);
+    if (part == 3) add_line<0>(base + (long long)row_3 * row_stride, row_3, high);
+    __syncwarp();
+    low = *reinterpret_cast<const float4 *>(read + 4 * (c ^ (2 * line)));
+    high = *reinterpret_cast<const float4 *>(read + 128 + 4 * (c ^ (2 * line) ^ 1));
+  }
+  add_line<128>(base + (long long)row_2 * row_stride, row_2, low);
+  add_line<128>(base + (long long)row_3 * row_stride, row_3, high);
+}
+}  // namespace sparse_mla
+"""
+
+VECTOR_DOT = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+namespace sparse_mla {
+// Sum of the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
+// whose strides are run-time values.
+__device__ __forceinline__ float dot8_bf16(const void *a, const void *b) {
+  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
+  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = fmaf(__uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16), sum);
+    sum = fmaf(__uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u), sum);
+  }
+  return sum;
+}
+__device__ __forceinline__ float dot8_fp16(const void *a, const void *b) {
+  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
+  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&u[i]));
+    const float2 q = __half22float2(*reinterpret_cast<const __half2 *>(&v[i]));
+    sum = fmaf(p.x, q.x, sum);
+    sum = fmaf(p.y, q.y, sum);
+  }
+  return sum;
+}
+}  // namespace sparse_mla
+"""

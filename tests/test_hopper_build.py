@@ -1,0 +1,80 @@
+"""The SM90 path without a GPU: what is refused before compiling, the plan's sums, and the compile-only sweep."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cute_sparse_mla.hopper import launch
+from cute_sparse_mla.hopper.plan import SMEM_LIMIT, Plan
+
+from cute_sparse_mla import config as config_table
+from cute_sparse_mla import env
+from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.errors import MissingDependencyError, UnsupportedError
+from cute_sparse_mla.problem import HEAD_CLASSES, KERNEL_DIMS, Problem
+
+NO_COMPILER = not env.is_installed("tilelang") or shutil.which("nvcc") is None
+
+
+def problem(heads: int = 16, D: int = 576, **changes: object) -> Problem:
+    fields = dict(B=1, S=4, S_kv=64, H=heads, G=1, K=64, D=D, d_v=512, dtype=torch.bfloat16, index_dtype=torch.int32)
+    return Problem(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: launch.TILELANG_VERSIONS[-1])
+    launch._check_tilelang.cache_clear()
+
+
+@pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
+def test_shared_memory_fits(D: int) -> None:
+    plan = Plan(D, "bfloat16", "int32")
+    assert sum(plan.forward_smem.values()) <= SMEM_LIMIT
+    assert sum(plan.backward_smem.values()) <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
+@pytest.mark.parametrize("heads", HEAD_CLASSES)
+def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -> None:
+    filled, row = config_table.choose("sm90", problem(heads, D), SparseAttentionConfig())
+    launch.check(problem(heads, D), filled)
+    assert row.reason and row.figure
+
+
+def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
+    with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 304384 of 232448 bytes"):
+        launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
+    with pytest.raises(UnsupportedError, match="tokens_per_tile = 1, not 2"):
+        launch.check(problem(), SparseAttentionConfig(tokens_per_tile=2))
+
+
+def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.14")
+    launch._check_tilelang.cache_clear()
+    with pytest.raises(MissingDependencyError, match=r"0\.1\.14 is installed: pip install tilelang==0\.1\.15"):
+        launch.check(problem(), SparseAttentionConfig())
+    launch._check_tilelang.cache_clear()
+
+
+def test_importing_the_backend_leaves_tilelang_alone() -> None:
+    code = "import sys, cute_sparse_mla.hopper; assert 'tilelang' not in sys.modules and 'tvm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="needs tilelang and nvcc")
+@pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
+@pytest.mark.parametrize("heads", HEAD_CLASSES)
+def test_compiles_for_sm_90a_without_a_gpu(heads: int, D: int) -> None:
+    """One kernel serves all head classes of a D: only the first of them compiles."""
+    from cute_sparse_mla.hopper import build
+
+    launch.warmup(problem(heads, D), SparseAttentionConfig(), backward=True)
+    for kind in ("forward", "backward"):
+        source = build.kernel(kind, launch.plan_of(problem(heads, D))).get_kernel_source()
+        assert "wgmma" in source

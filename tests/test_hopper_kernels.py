@@ -1,0 +1,150 @@
+"""The SM90 kernels on a Hopper GPU against the precision clause, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cute_sparse_mla
+from bench.cases import Case
+from cute_sparse_mla.precision import Judge, run
+
+pytestmark = pytest.mark.sm90
+
+BASE = Case(S=33, S_kv=300, H=16, K=128)
+HEAD_SWEEP = (1, 2, 7, 20, 32, 33, 40, 63, 65, 80, 112, 127)
+CASES = (
+    BASE.but(name="groups_batch", B=2, H=6, G=2, invalid="out_of_range", length="random", causal=True, sink="random",
+             duplicates=True, index_dtype=torch.int64, dlse=True),
+    BASE.but(name="positions_packed", positions="random", H=8, packed=True),
+    BASE.but(name="empty_row_sink", invalid="one_row", sink="random", dlse=True),
+    BASE.but(name="all_empty", invalid="all", sink="random"),
+    BASE.but(name="zero_length", length="zero"),
+    BASE.but(name="sink_plus_inf", sink=math.inf, dlse=True),
+    BASE.but(name="sink_minus_inf", sink=-math.inf, dlse=True),
+    BASE.but(name="sink_200", sink=200.0, dlse=True),
+    BASE.but(name="large_scores", q_scale=64.0),
+    BASE.but(name="zero_scale", sm_scale=0.0),
+    BASE.but(name="fp16", H=24, dtype=torch.float16, invalid="odd", sink="random"),
+    BASE.but(name="fp16_512", H=100, D=512, dtype=torch.float16, dlse=True),
+    BASE.but(name="more_slots_than_rows", S_kv=40, K=200),
+    BASE.but(name="long", H=8, S=40, S_kv=4096, K=2048, causal=True, length="random"),
+    *(BASE.but(name=f"k{K}", K=K) for K in (17, 63, 64, 65, 100)),
+    *(BASE.but(name=f"blocks_{n}", H=64, K=64 * n, invalid="shuffled") for n in range(1, 9)),
+    *(BASE.but(name=f"invalid_{kind}", H=40, K=320, invalid=kind) for kind in ("head", "tail", "odd", "out_of_range")),
+    *(BASE.but(name=f"heads_{H}", H=H, K=100, D=D, sink="random") for H in HEAD_SWEEP for D in (512, 576)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + f"_{case.D}")
+def test_contract(case: Case) -> None:
+    judge = Judge(case.inputs(seed=len(case.name), device="cuda"))
+    checks = judge.checks(run(judge.inputs, cute_sparse_mla.fwd, cute_sparse_mla.bwd, backend="sm90"))
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+def test_one_slot_rows() -> None:
+    """out is the slot's v exactly; dq is a full cancellation, so only its size is judged."""
+    i = BASE.but(K=1).inputs(device="cuda")
+    out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, backend="sm90")
+    dq, _, _ = cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, backend="sm90")
+    v = i.kv[0, i.indices[0, :, 0, 0].long(), 0, :512]
+    assert torch.equal(out[0], v[:, None].expand_as(out[0]))
+    assert float(dq.abs().max()) < 1e-4
+
+
+def test_sentinels_are_neither_read_nor_written() -> None:
+    """kv is a view between rows of inf and NaN; dkv is a view between canaries that an add of +0.0 would change."""
+    case = Case(B=2, S=40, S_kv=128, H=16, K=128, invalid="out_of_range")
+    i = case.inputs(device="cuda")
+    i.indices[0] = i.indices[0].abs() % 128
+    big = torch.full((2, 130, 1, 576), math.inf, dtype=i.kv.dtype, device="cuda")
+    big[:, 129] = math.nan
+    big[:, 1:129] = i.kv
+    kv = big[:, 1:129]
+    out, lse = cute_sparse_mla.fwd(i.q, kv, i.indices, backend="sm90")
+    dense, dense_lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, backend="sm90")
+    assert torch.equal(out, dense) and torch.equal(lse, dense_lse)
+    room = torch.full((4, 128, 1, 576), -0.0, dtype=torch.float32, device="cuda")
+    dkv = room[1:3]
+    dkv.zero_()
+    cute_sparse_mla.bwd(i.q, kv, out, i.dout, i.indices, lse, dkv=dkv, backend="sm90")
+    assert torch.isfinite(dkv).all()
+    untouched = torch.cat((room[:1], room[3:]))
+    assert bool(torch.signbit(untouched).all()), "a canary of -0.0 was added to"
+
+
+def test_strides_give_the_same_bits() -> None:
+    i = BASE.but(H=24, causal=True, length="random").inputs(device="cuda")
+    options = dict(causal=True, topk_length=i.topk_length, backend="sm90")
+    out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **options)
+    q = i.q.transpose(1, 2).contiguous().transpose(1, 2)
+    kv = torch.cat((i.kv[:, :1], i.kv), dim=1)[:, 1:]
+    indices = i.indices.transpose(1, 3).contiguous().transpose(1, 3)
+    assert not q.is_contiguous() and not indices.is_contiguous()
+    again, lse_again = cute_sparse_mla.fwd(q, kv, indices, **options)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    dq, _, _ = cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, **options)
+    dout = i.dout.transpose(1, 2).contiguous().transpose(1, 2)
+    dq_again, _, _ = cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, **options)
+    assert torch.equal(dq, dq_again)
+
+
+def test_a_query_does_not_depend_on_the_others() -> None:
+    i = BASE.but(H=64, K=256).inputs(device="cuda")
+    out, _ = cute_sparse_mla.fwd(i.q, i.kv, i.indices, backend="sm90")
+    part, _ = cute_sparse_mla.fwd(i.q[:, 7:12], i.kv, i.indices[:, 7:12], backend="sm90")
+    assert torch.equal(out[:, 7:12], part)
+
+
+def test_random_lengths_use_one_kernel() -> None:
+    from cute_sparse_mla.hopper import build
+
+    gen = torch.Generator().manual_seed(0)
+    build.kernel.cache_clear()
+    for _ in range(50):
+        S, S_kv, K = (int(torch.randint(1, high, (), generator=gen)) for high in (40, 400, 300))
+        i = Case(S=S, S_kv=S_kv, H=1 + S % 16, K=K).inputs(device="cuda")
+        out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, backend="sm90")
+        cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, backend="sm90")
+    assert build.kernel.cache_info().currsize == 4
+
+
+def test_graph_replay() -> None:
+    """Captured after one warm-up call, replayed on changed inputs, one row of them empty."""
+    first, second = (BASE.but(H=64).inputs(seed=seed, device="cuda") for seed in (1, 2))
+    second.indices[:, 3] = -1
+    q, kv, indices, dout = (t.clone() for t in (first.q, first.kv, first.indices, first.dout))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out, lse = cute_sparse_mla.fwd(q, kv, indices, backend="sm90")
+        return out, lse, *cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, dkv_dtype=torch.float32, backend="sm90")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for mine, new in zip((q, kv, indices, dout), (second.q, second.kv, second.indices, second.dout), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = step()
+    assert torch.equal(captured[0], eager[0]) and torch.equal(captured[1], eager[1])
+    assert torch.equal(captured[2], eager[2])
+    torch.testing.assert_close(captured[3], eager[3], rtol=1e-5, atol=1e-5)
+
+
+def test_offsets_past_32_bits() -> None:
+    """Rows past 2**31 elements of kv."""
+    rows = 3_730_000
+    kv = torch.empty((1, rows, 1, 576), dtype=torch.bfloat16, device="cuda")
+    kv[:, -200:] = torch.randn((1, 200, 1, 576), device="cuda").to(kv.dtype)
+    i = Case(S=16, S_kv=200, H=16, K=128).inputs(device="cuda")
+    far = i.indices + (rows - 200)
+    near_kv = kv[:, -200:].clone()
+    out, lse = cute_sparse_mla.fwd(i.q, kv, far, backend="sm90")
+    near, near_lse = cute_sparse_mla.fwd(i.q, near_kv, i.indices, backend="sm90")
+    assert torch.equal(out, near) and torch.equal(lse, near_lse)
