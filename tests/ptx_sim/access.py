@@ -116,7 +116,8 @@ def _report_poison(split: Split, mask: np.ndarray, index: int, address: np.ndarr
     if lanes.any():
         bad = int(address[int(lanes.argmax())])
         text = split.cta.cluster.shared.describe(bad)
-        split.machine.finding(f"load of uninitialised shared memory: {size} bytes at {text} by {split.warp.name}", index)
+        split.machine.finding(f"load of uninitialised shared memory: {size} bytes at {text} by {split.warp.name}",
+                              index)
 
 
 def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray]:
@@ -214,19 +215,22 @@ def atomic(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtyp
 
 
 def reduce_vector(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtype: str, space: str, name: str,
-                  *sources: np.ndarray) -> None:
-    """red.vN: element-wise reduction of N consecutive values per lane."""
+                  *sources: np.ndarray) -> np.ndarray:
+    """red.vN and atom.vN: element-wise reduction of N consecutive values per lane; returns old values [32, N]."""
     kind = np.dtype(dtype)
     size = kind.itemsize * len(sources)
+    old = np.zeros((32, len(sources)), kind)
     for lane, cell in enumerate(_cells(split, mask, index, address, size, space)):
         if cell is None:
             continue
         view = cell.view(kind)
+        old[lane] = view
         values = np.array([s[lane] for s in sources], kind)
         if name == "add":
             view += values
         else:
             view[:] = {"min": np.minimum, "max": np.maximum}[name](view, values)
+    return old
 
 
 def reduce_half(split: Split, mask: np.ndarray, index: int, address: np.ndarray, kind: str, space: str, name: str,

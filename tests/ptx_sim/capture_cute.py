@@ -151,9 +151,9 @@ class Recorder:
     def _dispatch(self, name: bytes, a0: int, a1: int, a2: int, a3: int) -> int:
         try:
             return getattr(self, name.decode().replace("_cu", "on_cu", 1), self._ignore)(a0, a1, a2, a3)
-        except BaseException as error:  # noqa: BLE001 - must not unwind through C; raised again in `call`
-            self.error = error
-            return 999
+        except BaseException as error:
+            self.error = self.error or error
+            return 0
 
     def _ignore(self, *_: int) -> int:
         return 0
@@ -208,7 +208,7 @@ class Recorder:
                         (config.block.x, config.block.y, config.block.z), cluster, config.shared_bytes, bytes(params),
                         list(self.tensors))
         self.launches.append(launch)
-        if self.run:
+        if self.run and self.error is None:
             self.reports.append(launch.run(**self.options))
         return 0
 

@@ -61,7 +61,7 @@ class Waitable:
 class Join:
     """The meeting point of the two splits of one divergent branch."""
 
-    __slots__ = ("parent", "expected", "arrived")
+    __slots__ = ("arrived", "expected", "parent")
 
     def __init__(self, parent: Split, expected: np.ndarray) -> None:
         self.parent = parent
@@ -72,8 +72,21 @@ class Join:
 class Split:
     """A set of lanes of one warp that run together."""
 
-    __slots__ = ("warp", "cta", "machine", "mask", "full", "bits", "pc", "rpc", "join", "wait", "state", "note",
-                 "timeout")
+    __slots__ = (
+        "bits",
+        "cta",
+        "full",
+        "join",
+        "machine",
+        "mask",
+        "note",
+        "pc",
+        "rpc",
+        "state",
+        "timeout",
+        "wait",
+        "warp",
+    )
 
     def __init__(self, warp: Warp, mask: np.ndarray, pc: int, rpc: int, join: Join | None) -> None:
         self.warp = warp
@@ -162,13 +175,27 @@ class Split:
 class Warp:
     """32 lanes: their registers live in `namespace`, the globals of the translated block functions."""
 
-    __slots__ = ("cta", "index", "splits", "live", "namespace", "full", "masked", "engine", "local", "rendezvous",
-                 "groups", "cluster_arrivals", "cluster_waits", "cluster_lanes")
+    __slots__ = (
+        "cluster_arrivals",
+        "cluster_lanes",
+        "cluster_waits",
+        "cta",
+        "engine",
+        "full",
+        "groups",
+        "index",
+        "live",
+        "local",
+        "masked",
+        "namespace",
+        "rendezvous",
+        "splits",
+    )
 
     def __init__(self, cta: Cta, index: int, lanes: int) -> None:
         self.cta = cta
         self.index = index
-        self.live = LANES < lanes
+        self.live = lanes > LANES
         self.splits: list[Split] = []
         # State of engines that track work per warp: cp.async and bulk groups, wgmma groups, by name.
         self.engine: dict = {}
@@ -187,7 +214,7 @@ class Warp:
 class NamedBarrier(Waitable):
     """bar.sync / barrier (PTX ISA 9.7.13.1). `expected` is 0 for 'all threads of the CTA'."""
 
-    __slots__ = ("index", "arrived", "expected", "generation", "names", "votes", "result")
+    __slots__ = ("arrived", "expected", "generation", "index", "names", "result", "votes")
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -202,8 +229,8 @@ class NamedBarrier(Waitable):
     def arrive(self, split: Split, threads: int, count: int, votes: int = 0) -> int:
         """Add arrivals; returns the generation whose end the caller may wait for."""
         if self.arrived and count != self.expected:
-            raise SimError(f"named barrier {self.index}: {threads} threads ask for a count of {count or 'all'}, earlier "
-                           f"arrivals for {self.expected or 'all'} ({', '.join(self.names)})")
+            raise SimError(f"named barrier {self.index}: {threads} threads ask for a count of {count or 'all'}, "
+                           f"earlier arrivals for {self.expected or 'all'} ({', '.join(self.names)})")
         self.expected = count
         self.arrived += threads
         self.votes[0] += votes
@@ -236,7 +263,7 @@ class ClusterBarrier(Waitable):
     Arrivals may run ahead: shipped kernels arrive twice before they wait.
     """
 
-    __slots__ = ("phase", "cluster")
+    __slots__ = ("cluster", "phase")
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__()
@@ -395,6 +422,9 @@ class Machine:
 
     def cluster_done(self, cluster: Cluster) -> None:
         self.running.remove(cluster)
+        for cta in cluster.ctas:
+            for warp in cta.warps:
+                self.program.release(warp)
 
     def run(self) -> Report:
         start = time.perf_counter()

@@ -247,6 +247,16 @@ def converge(split: Split, mask: np.ndarray, index: int, members: np.ndarray) ->
     wanted = _mask_of(int(members[lane])) & split.warp.live
     if (mask & wanted).tobytes() == wanted.tobytes():
         return mask
+    # Lanes that already wait at the meeting point of a branch around this instruction cannot come. PTX leaves that
+    # undefined; hardware goes on with the lanes that are there, and shipped kernels rely on it.
+    running = np.zeros(32, bool)
+    for other in split.warp.splits:
+        running |= other.mask
+    if not (wanted & running & ~mask).any():
+        split.machine.finding("a .sync member mask names lanes that branched around the instruction", index)
+        split.state = None
+        return mask
+    wanted &= running
     key = index
     if split.state == "released":
         split.state = None

@@ -102,7 +102,8 @@ def _pack_fp8(split: object, mask: object, index: int, high: np.ndarray, low: np
 
 
 def _unpack_fp8(split: object, mask: object, index: int, x: np.ndarray, kind: str) -> np.ndarray:
-    halves = [from_fp8((x >> np.uint16(8 * i)) & np.uint16(255), kind).astype(np.float16).view(np.uint16) for i in (0, 1)]
+    codes = [(x >> np.uint16(8 * i)) & np.uint16(255) for i in (0, 1)]
+    halves = [from_fp8(code, kind).astype(np.float16).view(np.uint16) for code in codes]
     return halves[0].astype(np.uint32) | (halves[1].astype(np.uint32) << np.uint32(16))
 
 
@@ -253,7 +254,7 @@ def _pack_vector(emit: Emit, d: Reg, a: Vec, kind: str) -> None:
 
 @op("cvta")
 def cvta(emit: Emit, instr: Instr) -> None:
-    """Shared and local windows sit at fixed generic addresses; global, const and param addresses are generic already."""
+    """Shared and local windows sit at fixed generic addresses; global, const and param ones are generic already."""
     from .memory import LOCAL_WINDOW, SHARED_WINDOW
     kind = instr.type
     d, a = instr.operands

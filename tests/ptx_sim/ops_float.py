@@ -96,6 +96,15 @@ def _float_binary(emit: Emit, instr: Instr) -> None:
             emit.put(d, kind, f"np.clip({emit.src(d, kind)}, np_f32(0), np_f32(1))")
 
 
+def _mixed_add(emit: Emit, instr: Instr) -> None:
+    """add.f32.bf16 and its kin (sm_100): a 16-bit first operand, fp32 second operand and result."""
+    d, a, b = instr.operands
+    kind = instr.types[1]
+    wide = emit.temp(f"{emit.bind(half_to_float)}({emit.src(a, kind)}, '{kind}')")
+    emit.ufunc(ARITH[instr.base], [wide, emit.src(b, "f32")], d, "f32")
+
+
+op(*[f"{n}{r}.f32.{k}" for n in ("add", "sub") for r in ("", ".rn") for k in ("f16", "bf16")])(_mixed_add)
 for _name in ("add", "sub", "mul"):
     op(*[f"{_name}{r}{m}.{k}" for r in ("", ".rn", ".rz", ".rm", ".rp") for m in ("", ".ftz", ".sat", ".ftz.sat")
          for k in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2", "f32x2")])(_float_binary)
@@ -158,8 +167,14 @@ def _half_fma(split: object, mask: object, index: int, a: np.ndarray, b: np.ndar
 
 @op("fma", "mad.f32", "mad.rn.f32", "mad.rn.ftz.f32")
 def fma(emit: Emit, instr: Instr) -> None:
-    kind = instr.type
     d, a, b, c = instr.operands
+    if len(instr.types) == 2:
+        # Mixed precision (sm_100): 16-bit factors, fp32 addend and result.
+        kind = instr.types[1]
+        factors = [emit.temp(f"{emit.bind(half_to_float)}({emit.src(x, kind)}, '{kind}')") for x in (a, b)]
+        emit.put(d, "f32", f"{emit.bind(fused)}({factors[0]}, {factors[1]}, {emit.src(c, 'f32')})")
+        return
+    kind = instr.type
     if kind == "f32x2":
         sources = [pair_name(emit, x) for x in (a, b, c)]
         t = emit.temp(f"{emit.bind(fused)}({', '.join(sources)})")
@@ -286,4 +301,4 @@ def unary(emit: Emit, instr: Instr) -> None:
                                                      repr(kind)))
 
 
-__all__ = ["round_bf16", "widen_bf16", "fused", "flush", "float_source"]
+__all__ = ["float_source", "flush", "fused", "round_bf16", "widen_bf16"]

@@ -32,8 +32,14 @@ for _name, _function in (("add", "np_add"), ("sub", "np_subtract"), ("min", "np_
     integer(_name, _function)
 
 
-def _carry_of(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return a.astype(np.uint64) + b + c
+@op("min.relu", "max.relu")
+def minmax_relu(emit: Emit, instr: Instr) -> None:
+    """.relu clamps negative results to zero (PTX ISA 9.7.1.14, .relu.s32)."""
+    kind = instr.type
+    if kind != "s32":
+        raise PtxError(f"{instr.op} is not modelled")
+    simple(emit, instr, "np_minimum" if instr.base == "min" else "np_maximum")
+    emit.put(instr.operands[0], kind, f"np_maximum({emit.src(instr.operands[0], kind)}, np_s32(0))")
 
 
 @op("add.cc", "addc", "sub.cc", "subc")

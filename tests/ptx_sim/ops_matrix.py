@@ -211,11 +211,8 @@ def wgmma_async(emit: Emit, instr: Instr) -> None:
         bits = (negate_a, negate_b, False, bool(transposes[0]) if transposes else False)
     else:
         left = emit.src(a, "u64")
-        bits = (negate_a, negate_b, *(bool(t) for t in transposes)) if transposes else (negate_a, negate_b, False, False)
-    if isinstance(scale_d, Imm):
-        scale = emit.const(scale_d, "pred")
-    else:
-        scale = emit.src(scale_d, "pred")
+        bits = (negate_a, negate_b, *(bool(t) for t in transposes or (0, 0)))
+    scale = emit.const(scale_d, "pred") if isinstance(scale_d, Imm) else emit.src(scale_d, "pred")
     rows = "[" + ", ".join(emit.src(i, "f32") for i in d.items) + "]"
     emit.call(wgmma, left, emit.src(b, "u64"), scale, str(n), str(kinds[1] == "bf16"), repr(bits), rows)
 

@@ -19,7 +19,7 @@ MAX_COUNT = (1 << 20) - 1
 
 
 class Mbarrier(Waitable):
-    __slots__ = ("address", "expected", "pending", "tx", "phase", "cluster", "log")
+    __slots__ = ("address", "cluster", "expected", "log", "pending", "phase", "tx")
 
     def __init__(self, cluster: object, address: int, count: int) -> None:
         super().__init__()
@@ -279,4 +279,4 @@ def getctarank(emit: Emit, instr: Instr) -> None:
     emit.put(target, "u32", f"(({emit.src(address, kind)} >> np_{kind}({RANK_SHIFT})) & np_{kind}(255)).astype(np_u32)")
 
 
-__all__ = ["Imm", "Mbarrier", "find", "arrive"]
+__all__ = ["Imm", "Mbarrier", "arrive", "find"]

@@ -139,9 +139,10 @@ def atom(emit: Emit, instr: Instr) -> None:
         if returns and count == 1:
             emit.put(target, "b16" if kind in ("f16", "bf16") else "b32", old)
     elif count > 1:
+        old = emit.value(reduce_vector, address, repr(dtype), repr(space), repr(name), *sources)
         if returns:
-            raise PtxError("vector atom with a result is not modelled")
-        emit.call(reduce_vector, address, repr(dtype), repr(space), repr(name), *sources)
+            for i, item in enumerate(target.items):
+                emit.put(item, kind, f"{old}[:, {i}]")
     else:
         old = emit.value(atomic, address, repr(dtype), repr(space), repr(name), *sources)
         if returns:

@@ -19,8 +19,8 @@ import numpy as np
 from .machine import AsyncOp, Cta, Split
 from .matrix_operands import Descriptor, decode_umma, has_poison, read_tile, to_float
 from .memory import OFFSET_MASK, POISON, RANK_SHIFT, SimError
-from .ops_memory import address_of
 from .ops_mbarrier import find
+from .ops_memory import address_of
 from .parser import Addr, Imm, Instr, PtxError, Reg, Vec
 from .translate import Emit, op
 
@@ -289,7 +289,7 @@ def wait(emit: Emit, instr: Instr) -> None:
 class Shape:
     """The decoded instruction descriptor of kind::f16 (PTX ISA 9.7.16.4.2)."""
 
-    __slots__ = ("m", "n", "a_bf16", "b_bf16", "a_k_major", "b_k_major", "negate", "accumulate_f16")
+    __slots__ = ("a_bf16", "a_k_major", "accumulate_f16", "b_bf16", "b_k_major", "m", "n", "negate")
 
     def __init__(self, idesc: int) -> None:
         if idesc >> 2 & 1:
@@ -306,9 +306,9 @@ class Shape:
 
 def segments(m: int, n: int, pair: bool, ws: bool, lane: int) -> list[tuple[int, int, int, int, int]]:
     """(first lane, first row, rows, first column of N, columns) of a CTA's accumulator."""
-    if pair and m == 256 or not pair and m == 128:
+    if (pair and m == 256) or (not pair and m == 128):
         return [(0, 0, 128, 0, n)]
-    if pair and m == 128 or ws and m == 64:
+    if (pair and m == 128) or (ws and m == 64):
         return [(64 * h, 0, 64, h * n // 2, n // 2) for h in (0, 1)]
     if m == 64 and not pair:
         return [(32 * w + (lane & 16), 16 * w, 16, 0, n) for w in range(4)]
@@ -325,7 +325,7 @@ def check_shape(shape: Shape, pair: bool, ws: bool) -> None:
     elif pair:
         good = m in (128, 256) and n % (16 if m == 128 else 32) == 0 and 16 <= n <= 256
     else:
-        good = (m == 64 and n % 8 == 0 or m == 128 and n % 16 == 0) and 8 <= n <= 256
+        good = ((m == 64 and n % 8 == 0) or (m == 128 and n % 16 == 0)) and 8 <= n <= 256
     if not good:
         raise SimError(f"tcgen05.mma shape M {m}, N {n} is not allowed for cta_group::{2 if pair else 1}"
                        f"{' .ws' if ws else ''}")

@@ -104,11 +104,11 @@ class Instr:
 
     @property
     def type(self) -> str:
-        """The last type suffix: u32, b64, f32, bf16x2, pred ..."""
-        for part in reversed(self.parts[1:]):
-            if TYPE_RE.fullmatch(part):
-                return part
-        raise PtxError(f"line {self.line}: {self.op} has no type suffix")
+        """The type suffix: u32, b64, f32, bf16x2, pred ... Forms with several types must use `types`."""
+        found = self.types
+        if len(found) != 1:
+            raise PtxError(f"{self.op} has {len(found)} type suffixes, this instruction is modelled with one")
+        return found[0]
 
     @property
     def types(self) -> list:
@@ -168,6 +168,7 @@ _LABEL = re.compile(r"([\w$]+)\s*:(?!:)")
 _VARIABLE = re.compile(r"(?:\.(?:extern|visible|weak)\s+)*\.(shared|local|const|global)\b(?:\s*\.attribute\([^)]*\))?"
                        r"(?:\s+\.align\s+(\d+))?\s+\.(\w+)\s+([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*(.*))?", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s+)?([\w$]+)(?:\[(\d+)\])?$")
+_MODULE_VARIABLE = re.compile(r"(?m)^\s*((?:\.(?:extern|visible|weak)\s+)*\.(?:shared|const|global)\b[^;]*);")
 _ENTRY = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.entry\s+([\w$]+)\s*")
 _SPECIAL = re.compile(r"%(?:tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clusterid|nclusterid"
                       r"|cluster_ctaid|cluster_nctaid|cluster_ctarank|cluster_nctarank|is_explicit_cluster"
@@ -455,7 +456,7 @@ def parse(text: str) -> Module:
         last = end
     outside.append((last, text[last:]))
     for base, chunk in outside:
-        for match in re.finditer(r"(?m)^\s*((?:\.(?:extern|visible|weak)\s+)*\.(?:shared|const|global)\b[^;]*);", chunk):
+        for match in _MODULE_VARIABLE.finditer(chunk):
             module.variables.append(parse_variable(match.group(1), text.count("\n", 0, base + match.start(1)) + 1))
     if re.search(r"(?m)^\s*(?:\.visible\s+|\.weak\s+)?\.func\b", text):
         module.variables.append(Variable("__has_functions__", "note", 1, 0))

@@ -253,6 +253,7 @@ class Program:
         self._post_dominators()
         self.block_sizes = [sum(1 for i in self.code[b.first:b.last]) for b in self.blocks]
         self.line_map: dict[int, int] = {}
+        self._pool: list[tuple] = []
         self._compile()
 
     # Variables and names ------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class Program:
         return base if view in ("u32",) else emit.temp(f"{base}.astype(np_{view})")
 
     def symbol(self, emit: Emit, sym: Sym, view: str) -> str:
-        """The address of a variable. Shared ones depend on the CTA, local ones on the lane, parameters on the launch."""
+        """The address of a variable: shared ones depend on the CTA, local ones on the lane."""
         if sym.name not in self.symbols:
             raise PtxError(f"unknown symbol {sym.name}")
         space, address = self.symbols[sym.name]
@@ -468,6 +469,13 @@ class Program:
 
     def bind(self, warp: Warp) -> None:
         """Give a warp its registers and its own instances of the block functions."""
+        if self._pool:
+            # A finished warp's registers serve again: PTX gives no initial values.
+            warp.namespace, warp.full, warp.masked = self._pool.pop()
+            self._bind_specials(warp.namespace, warp)
+            if self.local_size:
+                warp.local = np.zeros((32, -(-self.local_size // 16) * 16), np.uint8)
+            return
         space: dict = dict(NAMESPACE)
         space.update(self.shared_names)
         space["__builtins__"] = __builtins__
@@ -497,6 +505,10 @@ class Program:
         make = types.FunctionType
         warp.full = [make(code, space) for code in self.full_code]
         warp.masked = [make(code, space) for code in self.masked_code]
+
+    def release(self, warp: Warp) -> None:
+        """Take back the registers of a warp that has ended."""
+        self._pool.append((warp.namespace, warp.full, warp.masked))
 
     def _bind_specials(self, space: dict, warp: Warp) -> None:
         cta = warp.cta
@@ -552,7 +564,8 @@ def pack64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
 
 
-NAMESPACE = {"np": np, "copyto": np.copyto, "FULL": FULL, "NONE": NONE_BYTES, "ALL": ALL_BYTES, "pack64": pack64, "where": np.where,
+NAMESPACE = {"np": np, "copyto": np.copyto, "FULL": FULL, "NONE": NONE_BYTES, "ALL": ALL_BYTES, "pack64": pack64,
+             "where": np.where,
              **{f"np_{view}": dtype for view, dtype in DTYPES.items()},
              **{f"np_{name}": getattr(np, name) for name in (
                  "add", "subtract", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift",
@@ -560,4 +573,4 @@ NAMESPACE = {"np": np, "copyto": np.copyto, "FULL": FULL, "NONE": NONE_BYTES, "A
                  "maximum", "fmin", "fmax", "logical_not", "negative", "absolute", "divide", "sqrt", "exp2", "log2",
                  "isnan", "floor_divide", "remainder", "tanh", "sin", "cos")}}
 
-__all__ = ["OPCODES", "BLOCKING", "Emit", "Program", "op", "lookup", "VIEWS", "SIZES", "Pair", "LOCAL_WINDOW"]
+__all__ = ["BLOCKING", "LOCAL_WINDOW", "OPCODES", "SIZES", "VIEWS", "Emit", "Pair", "Program", "lookup", "op"]
