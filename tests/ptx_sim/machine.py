@@ -324,8 +324,7 @@ class Cluster:
     def __init__(self, machine: Machine, index: int, ctaids: list) -> None:
         self.machine = machine
         self.index = index
-        self.shared = SharedMemory(len(ctaids), machine.shared_size)
-        self.shared.variables = machine.program.shared_variables
+        self.shared = machine.shared_memory(len(ctaids))
         self.mbarriers: dict = {}
         self.barrier = ClusterBarrier(self)
         self.ctas = [Cta(self, rank, ctaid) for rank, ctaid in enumerate(ctaids)]
@@ -369,6 +368,7 @@ class Machine:
         self.running: list[Cluster] = []
         self.report = Report(visits=[0] * len(program.blocks))
         self._seen: set = set()
+        self._shared_pool: list[SharedMemory] = []
         self.progress = 0
         self.clock = 0
         self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
@@ -379,6 +379,16 @@ class Machine:
             raise SimError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
         self.pending = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
         self.cluster_count = 0
+
+    def shared_memory(self, ranks: int) -> SharedMemory:
+        """Shared memory for a cluster, freshly poisoned."""
+        if self._shared_pool:
+            shared = self._shared_pool.pop()
+            shared.poison()
+            return shared
+        shared = SharedMemory(ranks, self.shared_size)
+        shared.variables = self.program.shared_variables
+        return shared
 
     def finding(self, text: str, index: int | None) -> None:
         """Record something suspicious once per instruction."""
@@ -422,6 +432,7 @@ class Machine:
 
     def cluster_done(self, cluster: Cluster) -> None:
         self.running.remove(cluster)
+        self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
             for warp in cta.warps:
                 self.program.release(warp)

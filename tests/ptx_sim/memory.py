@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,13 +124,17 @@ class SharedMemory:
     def __init__(self, ranks: int, size: int) -> None:
         self.ranks = ranks
         self.size = size
-        raw = np.zeros(ranks << RANK_SHIFT, np.uint8)
+        # Anonymous pages: untouched parts of the slots cost nothing.
+        raw = np.frombuffer(mmap.mmap(-1, ranks << RANK_SHIFT), np.uint8)
         self.views = {1: raw, 2: raw.view(np.uint16), 4: raw.view(np.uint32), 8: raw.view(np.uint64),
                       16: raw.view(np.uint32).reshape(-1, 4)}
-        for rank in range(ranks):
-            start = (rank << RANK_SHIFT) >> 2
-            self.views[4][start:start + (size >> 2)] = POISON
         self.variables: list[tuple[int, int, str]] = []
+        self.poison()
+
+    def poison(self) -> None:
+        for rank in range(self.ranks):
+            start = (rank << RANK_SHIFT) >> 2
+            self.views[4][start:start + (self.size >> 2)] = POISON
 
     def check(self, address: int, size: int, what: str = "access") -> None:
         offset = address & OFFSET_MASK

@@ -174,7 +174,7 @@ def _signed(value: np.ndarray, lane: int) -> int:
     return int(value.view(np.int32)[lane])
 
 
-def rows_of(tmap: tensormap.TensorMap, mode: str, coordinate: tuple) -> list:
+def rows_of(tmap: tensormap.TensorMap, mode: str, coordinate: tuple) -> tensormap.Rows:
     if mode == "tile":
         if len(coordinate) != tmap.rank:
             raise SimError(f"{len(coordinate)} coordinates for a tensor map of rank {tmap.rank}")
@@ -217,9 +217,8 @@ def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
         def run(tmap: tensormap.TensorMap = tmap, coordinate: tuple = coordinate, spots: list = spots) -> None:
             rows = rows_of(tmap, mode, coordinate)
             if split.machine.observer is not None:
-                for offset, _, count in rows:
-                    if offset >= 0:
-                        observe(split, index, "global", tmap.address + offset, count * tmap.element_bytes, "read")
+                for offset, size in rows.existing(tmap.element_bytes):
+                    observe(split, index, "global", tmap.address + offset, size, "read")
             data = tensormap.load_tile(tmap, split.machine.memory, rows)
             for spot, signal in spots:
                 cluster.shared.check(spot, data.size, "tensor load")
@@ -260,17 +259,18 @@ def tensor_store(split: Split, mask: np.ndarray, index: int, descriptor: np.ndar
 
         def run(tmap: tensormap.TensorMap = tmap, coordinate: tuple = coordinate, origin: int = origin) -> None:
             rows = rows_of(tmap, mode, coordinate)
-            width = tmap.box[0] * tmap.element_bytes
-            shared.check(origin, len(rows) * width, "tensor store")
-            observe(split, index, "shared", origin, len(rows) * width, "read")
-            data = gather_chunks(shared, tmap, origin, len(rows))
-            for (offset, first, count), row in zip(rows, data, strict=True):
-                if offset < 0:
-                    continue
-                size = count * tmap.element_bytes
-                piece = row[first * tmap.element_bytes:][:size]
-                observe(split, index, "global", tmap.address + offset, size, "reduce" if reduction else "write")
-                out = split.machine.memory.bytes_at(tmap.address + offset, size)
+            count, first = len(rows.offsets), rows.first * tmap.element_bytes
+            size = count * tmap.box[0] * tmap.element_bytes
+            shared.check(origin, size, "tensor store")
+            observe(split, index, "shared", origin, size, "read")
+            data = gather_chunks(shared, tmap, origin, count)[rows.valid]
+            if split.machine.observer is None and not reduction and tensormap.store_rows(
+                    tmap, split.machine.memory, rows, data):
+                return
+            for (offset, length), row in zip(rows.existing(tmap.element_bytes), data, strict=False):
+                piece = row[first:first + length]
+                observe(split, index, "global", tmap.address + offset, length, "reduce" if reduction else "write")
+                out = split.machine.memory.bytes_at(tmap.address + offset, length)
                 if reduction:
                     reduce_into(out, np.ascontiguousarray(piece), reduction, tmap.element)
                 else:

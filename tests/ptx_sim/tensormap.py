@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -84,54 +85,106 @@ def swizzle_offsets(addresses: np.ndarray, span: int) -> np.ndarray:
     return addresses ^ ((addresses >> 3) & mask)
 
 
-def tile_rows(tmap: TensorMap, coordinate: tuple) -> list[tuple[int, int, int]]:
-    """A box at `coordinate`: per row of dim 0, (global byte offset or -1 when out of range, first, count of elements).
+@dataclass(slots=True)
+class Rows:
+    """The rows of a box: byte offsets of their first element inside the tensor, which rows are inside it at all.
 
-    `first` counts the elements before dim 0's start, which are out of range and read as zeros.
+    `first` counts the elements before dim 0's start, which read as zeros; `count` those that follow and exist.
     """
-    start, width = coordinate[0], tmap.box[0]
+
+    offsets: np.ndarray
+    valid: np.ndarray
+    first: int
+    count: int
+
+    def existing(self, element_bytes: int) -> list[tuple[int, int]]:
+        """(byte offset, bytes) of the rows that exist."""
+        size = self.count * element_bytes
+        return [(offset, size) for offset in self.offsets[self.valid].tolist()] if size else []
+
+
+def _columns(tmap: TensorMap, start: int) -> tuple[int, int]:
+    width = tmap.box[0]
     first = min(max(0, -start), width)
-    count = max(0, min(width, tmap.dims[0] - start) - first)
-    rows: list[tuple[int, int, int]] = []
-
-    def walk(dim: int, base: int, inside: bool) -> None:
-        if dim == 0:
-            rows.append((base + (start + first) * tmap.element_bytes if inside and count else -1, first, count))
-            return
-        for i in range(tmap.box[dim]):
-            at = coordinate[dim] + i
-            walk(dim - 1, base + at * tmap.strides[dim - 1], inside and 0 <= at < tmap.dims[dim])
-
-    walk(tmap.rank - 1, 0, True)
-    return rows
+    return first, max(0, min(width, tmap.dims[0] - start) - first)
 
 
-def gather_rows(tmap: TensorMap, column: int, indices: tuple) -> list[tuple[int, int, int]]:
+def tile_rows(tmap: TensorMap, coordinate: tuple) -> Rows:
+    """A box at `coordinate`; rows in the order of shared memory, dim 1 fastest."""
+    first, count = _columns(tmap, coordinate[0])
+    offsets = np.array([(coordinate[0] + first) * tmap.element_bytes], np.int64)
+    valid = np.ones(1, bool)
+    for dim in range(1, tmap.rank):
+        at = coordinate[dim] + np.arange(tmap.box[dim])
+        inside = (at >= 0) & (at < tmap.dims[dim])
+        offsets = (at[:, None] * tmap.strides[dim - 1] + offsets[None, :]).reshape(-1)
+        valid = (inside[:, None] & valid[None, :]).reshape(-1)
+    return Rows(offsets, valid, first, count)
+
+
+def gather_rows(tmap: TensorMap, column: int, indices: tuple) -> Rows:
     """tile::gather4 and scatter4 (PTX ISA 5.5.3.2): four rows of a 2-D tensor at one column."""
     if tmap.rank != 2 or tmap.box[1] != 1:
         raise SimError(f"tile::gather4 needs a 2-D tensor map with box rows 1, got {tmap}")
-    rows = []
-    for row in indices:
-        row = row - (1 << 32) if row >= 1 << 31 else row
-        rows += tile_rows(tmap, (column, row))
-    return rows
+    first, count = _columns(tmap, column)
+    at = np.array(indices, np.int64)
+    offsets = at * tmap.strides[0] + (column + first) * tmap.element_bytes
+    return Rows(offsets, (at >= 0) & (at < tmap.dims[1]), first, count)
 
 
-def load_tile(tmap: TensorMap, memory: GlobalMemory, rows: list) -> np.ndarray:
+@lru_cache(maxsize=256)
+def _chunks(width: int) -> np.ndarray:
+    return np.arange(0, width, 16)[None, :]
+
+
+def load_tile(tmap: TensorMap, memory: GlobalMemory, rows: Rows) -> np.ndarray:
     """Fetch rows into a dense [rows, box0 bytes] byte array, zeros where out of range."""
     width = tmap.box[0] * tmap.element_bytes
-    out = np.zeros((len(rows), width), np.uint8)
-    for i, (offset, first, count) in enumerate(rows):
-        if offset >= 0:
-            at = first * tmap.element_bytes
-            size = count * tmap.element_bytes
-            out[i, at:at + size] = memory.bytes_at(tmap.address + offset, size)
+    size = rows.count * tmap.element_bytes
+    if size == 0 or not rows.valid.any():
+        return np.zeros((len(rows.offsets), width), np.uint8)
+    offsets = rows.offsets + tmap.address
+    if not rows.valid.all():
+        offsets = np.where(rows.valid, offsets, offsets[int(rows.valid.argmax())])
+    low, high = int(offsets.min()), int(offsets.max()) + size
+    item = memory.find(low, high)
+    if item is not None and size == width and width % 16 == 0 and not low & 15:
+        cells = item.views[16][(offsets[:, None] - item.floor + _chunks(width)) >> 4]
+        out = cells.reshape(len(offsets), -1).view(np.uint8)
+    else:
+        out = np.zeros((len(offsets), width), np.uint8)
+        at = rows.first * tmap.element_bytes
+        for i, offset in enumerate(offsets.tolist()):
+            out[i, at:at + size] = memory.bytes_at(offset, size)
+    if not rows.valid.all():
+        out[~rows.valid] = 0
     return out
 
 
-def shared_offsets(tmap: TensorMap, rows: int, base: int) -> np.ndarray:
-    """Shared addresses of a box's bytes: [rows, box0 bytes / 16 or fewer] start addresses of its chunks."""
+def store_rows(tmap: TensorMap, memory: GlobalMemory, rows: Rows, data: np.ndarray) -> bool:
+    """Write the existing rows at once when they are whole chunks of one allocation; False when they are not."""
     width = tmap.box[0] * tmap.element_bytes
+    size = rows.count * tmap.element_bytes
+    if not len(data) or not size:
+        return True
+    offsets = rows.offsets[rows.valid] + tmap.address
+    low, high = int(offsets.min()), int(offsets.max()) + size
+    item = memory.find(low, high)
+    if item is None or size != width or width % 16 or low & 15:
+        return False
+    at = (offsets[:, None] - item.floor + _chunks(width)) >> 4
+    item.views[16][at] = data.view(np.uint32).reshape(*at.shape, 4)
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _swizzled(width: int, rows: int, span: int, phase: int) -> np.ndarray:
     chunk = 16 if width % 16 == 0 else width
-    starts = base + np.arange(rows)[:, None] * width + np.arange(0, width, chunk)[None, :]
-    return swizzle_offsets(starts, tmap.swizzle)
+    starts = phase + np.arange(rows)[:, None] * width + np.arange(0, width, chunk)[None, :]
+    return swizzle_offsets(starts, span)
+
+
+def shared_offsets(tmap: TensorMap, rows: int, base: int) -> np.ndarray:
+    """Shared addresses of a box: [rows, chunks of 16 bytes (or one chunk of an odd width)]."""
+    phase = base & 1023
+    return _swizzled(tmap.box[0] * tmap.element_bytes, rows, tmap.swizzle, phase) + (base - phase)
