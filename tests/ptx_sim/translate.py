@@ -186,6 +186,8 @@ class Emit:
         view = VIEWS[dtype]
         target = self.name(operand) if view == "pred" else self.name(operand, view[0])
         where = "" if self.where is None else f", where={self.where}"
+        # numpy wants the destination of minimum and maximum by keyword; positional is faster elsewhere.
+        target = f"out={target}" if function in ("np_minimum", "np_maximum") else target
         self.line(f"{function}({', '.join(sources)}, {target}{extra}{where})")
 
     def bind(self, function: object) -> str:

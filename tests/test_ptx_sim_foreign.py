@@ -1,0 +1,66 @@
+"""Whole kernels of the `nvidia-cudnn-frontend` wheel, known to work on Blackwell, against a float64 oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from .ptx_sim import foreign_dsa as dsa
+
+REASON = dsa.unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"foreign kernels: {REASON}")
+if REASON is None:
+    # Chooses the runtime library, so it must happen before any test imports cutlass.
+    dsa.capture_cute.prepare()
+
+# bf16 keeps 8 bits: P, dS and the outputs are each rounded once, which gives 2e-3 in norm on such inputs.
+BF16_ERROR = 4e-3
+
+
+@pytest.mark.parametrize(("heads", "dim"), dsa.FORWARD)
+@pytest.mark.parametrize(("slots", "ragged"), [(128, False), (256, True)])
+def test_forward(heads: int, dim: int, slots: int, ragged: bool) -> None:
+    p = dsa.problem(heads, dim, slots, tokens=2 + ragged, ragged=ragged, seed=slots)
+    result, truth = dsa.forward(p), dsa.oracle(p)
+    assert dsa.relative_error(result.tensors["out"], truth["out"]) < BF16_ERROR
+    torch.testing.assert_close(result.tensors["lse"].double(), truth["lse"], atol=3e-6, rtol=1e-6)
+    torch.testing.assert_close(result.tensors["max"].double(), truth["max"], atol=3e-6, rtol=1e-6)
+    assert not result.reports[0].findings
+
+
+def test_forward_of_an_empty_row() -> None:
+    p = dsa.problem(64, 512, 128)
+    p.lengths[1] = 0
+    result = dsa.forward(p)
+    assert (result.tensors["out"][1] == 0).all()
+    assert (result.tensors["lse"][1] == math.inf).all()
+    assert dsa.relative_error(result.tensors["out"][0], dsa.oracle(p)["out"][0]) < BF16_ERROR
+
+
+@pytest.mark.parametrize(("heads", "dim", "deterministic"), [
+    (64, 512, False), (64, 576, False), (64, 512, True), (16, 576, False), (32, 576, False), (128, 512, False)])
+def test_backward(heads: int, dim: int, deterministic: bool) -> None:
+    p = dsa.problem(heads, dim, 128, seed=1)
+    result, truth = dsa.backward(p, deterministic), dsa.oracle(p)
+    for name in ("dq", "dkv", "d_sink"):
+        assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
+
+
+def test_backward_of_ragged_rows() -> None:
+    p = dsa.problem(64, 576, 128, tokens=3, rows=200, seed=2, ragged=True)
+    result, truth = dsa.backward(p), dsa.oracle(p)
+    for name in ("dq", "dkv", "d_sink"):
+        assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
+
+
+def test_exact_sums() -> None:
+    """q = 0 and a power of two of slots on integer kv: every product and sum is exact, so out is too."""
+    p = dsa.problem(64, 576, 128)
+    p.q.zero_()
+    p.kv.copy_(torch.randint(-8, 9, p.kv.shape).bfloat16())
+    p.sink.fill_(-math.inf)
+    out = dsa.forward(p).tensors["out"]
+    mean = p.kv.double()[p.indices.long()][..., :512].mean(1)
+    assert torch.equal(out, mean[:, None].expand(out.shape).bfloat16())
