@@ -142,7 +142,8 @@ def test_shuffles(mode: str, truth: list) -> None:
 
 
 def test_redux_elect_match() -> None:
-    total, leader = unary("""redux.sync.add.u32 %r100, %r0, -1; setp.gt.u32 %p2, %r0, 4; mov.b32 %r101, 0; @!%p2 bra OUT;
+    total, leader = unary("""redux.sync.add.u32 %r100, %r0, -1; setp.gt.u32 %p2, %r0, 4; mov.b32 %r101, 0;
+@!%p2 bra OUT;
 elect.sync %r5|%p1, 0xFFFFFFE0; @%p1 mov.b32 %r101, %r0;
 OUT:
 """, [A], out=2)
@@ -157,7 +158,7 @@ OUT:
     ("ld.global.b32 %r1, [%d0+128];", ["load of 4 bytes out of range", "0 bytes past the end of rows", "line"]),
     ("ld.global.b32 %r1, [%d0+2];", ["misaligned", "byte 2 of rows"]),
     ("st.global.v4.b32 [%d0+120], {%r1, %r1, %r1, %r1};", ["store of 16 bytes misaligned"]),
-    ("mov.b32 %r1, 5000; ld.shared.b32 %r2, [%r1+1024];", ["shared load of 4 bytes out of range", "offset 6024 of 5120"]),
+    ("mov.b32 %r1, 5000; ld.shared.b32 %r2, [%r1+1024];", ["load of 4 bytes out of range", "offset 6024 of 5120"]),
     ("mov.b32 %r1, smem; st.shared.v2.b32 [%r1+4], {%r1, %r1};", ["misaligned", "byte 4 of smem"]),
     ("mov.b32 %r1, smem; mbarrier.arrive.shared.b64 _, [%r1];", ["no mbarrier was initialised", "smem"]),
     ("bar.sync 1, 48;", ["no multiple of the warp size"]),

@@ -116,7 +116,7 @@ mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 1024; JOIN: barrier.cluster.arriv
 setp.ne.u32 %p6, %r30, 0; or.pred %p6, %p6, %p1; @%p6 bra WAIT0; mov.b32 %r5, 0; mov.b16 %h1, 3;
 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r1],
  [%d0, {%r5, %r5}], [%r2], %h1;
-""" + wait("%r2", "WAIT0") + "mul.lo.u32 %r31, %r30, 1024; cvt.u64.u32 %d21, %r31; add.s64 %d1, %d1, %d21;\n" + dump(256)
+""" + wait("%r2", "WAIT0") + "mul.wide.u32 %d21, %r30, 1024; add.s64 %d1, %d1, %d21;\n" + dump(256)
     run(code, {"map": tmap, "out": out, "array": array}, shared=LARGE, grid=2, cluster=2)
     assert np.array_equal(out.view(np.uint16).reshape(2, 8, 64), np.stack([array, array]))
 
@@ -210,9 +210,9 @@ setp.ne.u32 %p6, %r30, 0; or.pred %p6, %p6, %p1; @%p6 bra WAIT1; mov.b32 %r50, {
         code += f"""setp.ne.u32 %p8, {k}, 0; mov.b64 %d30, {a_desc - (1 << 64)}; mov.b64 %d31, {b_desc - (1 << 64)};
 tcgen05.mma{ws}.cta_group::{group}.kind::f16 [%r4], %d30, %d31, %r50, %p8;
 """
-    multicast = ".multicast::cluster" if group == 2 else ""
+    multicast, mask = (".multicast::cluster", ", %h1") if group == 2 else ("", "")
     code += f"""mov.b16 %h1, 3; add.s32 %r60, %r2, 8;
-tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster{multicast}.b64 [%r60]{', %h1' if group == 2 else ''};
+tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster{multicast}.b64 [%r60]{mask};
 """ + wait("%r2+8", "WAIT1") + f"""shl.b32 %r61, %r40, 21; add.u32 %r61, %r61, %r4;
 mad.lo.u32 %r62, %r30, 128, %r0; mul.wide.u32 %d40, %r62, {4 * n}; add.s64 %d40, %d40, %d1; mov.b32 %r63, 0;
 READ: tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{', '.join(f'%r{100 + i}' for i in range(8))}}}, [%r61];
@@ -253,7 +253,8 @@ def test_wgmma(a_source: str) -> None:
     accumulators = ", ".join(f"%r{100 + i}" for i in range(n // 2))
     code = SETUP + f"""@%p1 bra WAIT0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {source.size};
 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], {source.size}, [%r2];
-""" + wait("%r2", "WAIT0") + """shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2; and.b32 %r43, %r41, 3;
+""" + wait("%r2", "WAIT0") + """shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2;
+and.b32 %r43, %r41, 3;
 mad.lo.u32 %r44, %r40, 16, %r42; mul.wide.u32 %d40, %r44, 128; mul.wide.u32 %d41, %r43, 4; add.s64 %d40, %d40, %d41;
 add.s64 %d40, %d40, %d2; wgmma.fence.sync.aligned;
 """
@@ -262,7 +263,8 @@ add.s64 %d40, %d40, %d2; wgmma.fence.sync.aligned;
         b_desc = (1024 + 64 * 128 + 32 * k) >> 4 | 1 << 16 | 64 << 32 | 1 << 62
         code += f"setp.ne.u32 %p8, {k}, 0; mov.b64 %d30, {a_desc}; mov.b64 %d31, {b_desc};\n"
         if a_source == "shared":
-            code += f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, %d30, %d31, %p8, 1, 1, 0, 0;\n"
+            code += (f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, "
+                     "%d30, %d31, %p8, 1, 1, 0, 0;\n")
         else:
             code += "".join(f"ld.global.b32 %r{200 + i}, [%d40+{32 * k + 1024 * (i % 2) + 16 * (i // 2)}];\n"
                             for i in range(4))

@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -59,6 +61,19 @@ def prepare(arch: str = "sm_100a") -> Path:
     os.environ["CUTE_DSL_DUMP_DIR"] = str(dump)
     _shim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return dump
+
+
+@contextmanager
+def architecture(arch: str) -> Iterator[None]:
+    """Compile for another architecture inside: CuTe DSL refuses to run code for any but its current one."""
+    from cutlass.cutlass_dsl import CuTeDSL
+    environment = CuTeDSL._get_dsl().envar
+    before = environment.arch
+    environment.arch = arch
+    try:
+        yield
+    finally:
+        environment.arch = before
 
 
 class _Dim3(ctypes.Structure):

@@ -173,6 +173,70 @@ def backward(p: Problem, deterministic: bool = False, run: bool = True, **option
     return Result(tensors, launches, recorder.reports)
 
 
+@functools.cache
+def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
+    """The Hopper backward of the same wheel: preprocess, main kernel, postprocess."""
+    capture_cute.prepare()
+    import cuda.bindings.driver as cuda
+    import cutlass
+    from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm90 as interface
+    from cudnn.deepseek_sparse_attention.utils.tensor_conversion import to_cute_tensor
+    from cutlass import cute
+    p = problem(heads, dim, slots)
+    stream, options = cuda.CUstream(0), "--enable-tvm-ffi --gpu-arch sm_90a"
+    t = _sm90_tensors(p, interface)
+
+    def convert(*names: str) -> list:
+        return [to_cute_tensor(CudaView(t[n]), **({"assumed_align": 4} if n == "lse" else {})) for n in names]
+
+    m, n = interface._M_BLOCK_SIZE, interface._N_BLOCK_SIZE
+    pre = interface._FlashAttentionDSABackwardPreprocessSm90(cutlass.BFloat16, 512, 90, m, num_threads=256)
+    main = interface.FlashAttentionDSABackwardSm90(
+        cutlass.BFloat16, dim, 512, heads, tile_m=m, tile_n=n, KV_stage=1, PdS_stage=1, SdP_swapAB=False,
+        dKV_swapAB=False, dQ_swapAB=False, num_threads=256, have_topk_length=True, max_topk=slots)
+    chunk = 64 if dim == 576 else 128
+    post = interface._FlashAttentionDSABackwardPostprocessSm90(
+        cutlass.BFloat16, hdim_chunk=chunk, tile_n=n, head_dim=dim, num_threads=chunk, N_hdim_chunks=dim // chunk)
+    with capture_cute.architecture("sm_90a"):
+        return (
+            cute.compile(pre, *convert("out", "dout", "delta", "lse", "lse_log2", "sink", "d_sink"), None, None, None,
+                         stream, options=options),
+            cute.compile(main, *convert("q", "kv", "dout", "lse_log2", "delta", "dq", "dkv_sum", "indices", "lengths"),
+                         1.0, stream, options=options),
+            cute.compile(post, *convert("dkv_sum", "dkv"), len(p.kv), stream, options=options), interface)
+
+
+def _sm90_tensors(p: Problem, interface: object) -> dict[str, torch.Tensor]:
+    """The wheel's batch-of-one views and fp32 scratch."""
+    tokens, heads, dim = p.q.shape
+    truth = oracle(p)
+    rounded_q, rounded_kv, rounded_dim = interface._workspace_extents(tokens, len(p.kv), dim)
+    return {"q": p.q[None], "kv": p.kv[None, :, None], "out": truth["out"].bfloat16()[None], "dout": p.dout[None],
+            "lse": truth["lse"].float()[None].contiguous(), "sink": p.sink, "indices": p.indices[None],
+            "lengths": p.lengths[None], "delta": torch.full((1, rounded_q, heads), math.nan),
+            "lse_log2": torch.full((1, rounded_q, heads), math.nan),
+            "dkv_sum": torch.zeros(1, 1, rounded_kv * rounded_dim), "d_sink": torch.zeros(heads),
+            "dq": torch.full_like(p.q, math.nan)[None], "dkv": torch.full_like(p.kv, math.nan)[None, :, None]}
+
+
+def backward_sm90(p: Problem, run: bool = True, **options: object) -> Result:
+    """The Hopper backward chain: three compiled functions, one after the other."""
+    _, heads, dim = p.q.shape
+    pre, main, post, interface = _compiled_backward_sm90(heads, dim, p.indices.shape[1])
+    t = _sm90_tensors(p, interface)
+    recorder = Recorder(run=run)
+    recorder.options = options
+
+    def pick(*names: str) -> list:
+        return [t[n] for n in names]
+
+    recorder.call(pre, t, *pick("out", "dout", "delta", "lse", "lse_log2", "sink", "d_sink"), None, None, None, 0)
+    recorder.call(main, t, *pick("q", "kv", "dout", "lse_log2", "delta", "dq", "dkv_sum", "indices", "lengths"),
+                  p.scale, 0)
+    recorder.call(post, t, *pick("dkv_sum", "dkv"), len(p.kv), 0)
+    return Result(t | {"dq": t["dq"][0], "dkv": t["dkv"][0, :, 0]}, recorder.launches, recorder.reports)
+
+
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     """Norm of the difference over the norm of the truth; NaN when any value is not finite."""
     return ((value.double() - truth).norm() / truth.norm()).item()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from .machine import FULL, AsyncOp, Split
+from .machine import FULL, AsyncOp, Split, Waitable
 from .matrix_operands import decode_wgmma, has_poison, read_tile, to_float
 from .memory import POISON, SimError
 from .ops_memory import address_of
@@ -143,56 +145,101 @@ def mma_sync(emit: Emit, instr: Instr) -> None:
 # wgmma ----------------------------------------------------------------------------------------------------------------
 
 
-class Wgmma:
-    """The four warps of a warpgroup issue one instruction together: the last to arrive has the operands of all."""
+class Warpgroup(Waitable):
+    """The four warps that issue wgmma together (PTX ISA 9.7.15: every warp of the warpgroup executes each one).
 
-    __slots__ = ("parts",)
+    The product runs when the last of the four warps has issued it, so no warp can see it complete before that; a
+    shipped Hopper backward reuses shared memory behind its own wait_group and relies on this.
+    """
 
-    def __init__(self) -> None:
-        self.parts: dict[int, tuple] = {}
+    __slots__ = ("done", "index", "pending", "warps")
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.done = 0
+        self.pending: dict[int, dict] = {}
+        # Per warp of the four: instructions issued, and that count at each commit_group.
+        self.warps = [[0, []] for _ in range(4)]
+
+    def describe(self) -> str:
+        issued = ", ".join(f"warp {4 * self.index + w} {count}" for w, (count, _) in enumerate(self.warps))
+        return f"wgmma of warpgroup {self.index}: {self.done} done; issued by {issued}"
+
+
+def warpgroup(split: Split) -> Warpgroup:
+    index = split.warp.index // 4
+    groups = split.cta.__dict__.setdefault("warpgroups", {})
+    found = groups.get(index)
+    if found is None:
+        if 4 * index + 4 > len(split.cta.warps):
+            raise SimError(f"wgmma in an incomplete warpgroup: warps {4 * index} to {len(split.cta.warps) - 1}")
+        found = groups[index] = Warpgroup(index)
+    return found
 
 
 def wgmma(split: Split, mask: np.ndarray, index: int, a: object, b: np.ndarray, scale_d: np.ndarray, n: int, bf16: bool,
-          flags: tuple, rows: list) -> None:
-    """One warp's 16 rows of D: registers are read and written when the instruction is issued.
-
-    Each warp of the warpgroup computes its own rows, which is what the hardware's result amounts to: row slab w of
-    A (64 rows) belongs to warp w.
-    """
+          flags: tuple, file: np.ndarray, rows: object) -> None:
+    """One warp's part of a wgmma; the fourth part runs it."""
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("wgmma executed by part of a warp")
-    negate_a, negate_b, transpose_a, transpose_b = flags
-    shared, base = split.cta.cluster.shared, split.cta.base
-    b_desc = decode_wgmma(int(b[0]))
+    group = warpgroup(split)
     slab = split.warp.index % 4
-    if isinstance(a, np.ndarray) and a.dtype == np.uint64:
-        a_desc = decode_wgmma(int(a[0]))
-        bits = read_tile(shared, base, a_desc, 64, 16, not transpose_a)
-        left = to_float(bits[16 * slab:16 * slab + 16], bf16)
-        if has_poison(bits):
-            split.machine.finding(f"wgmma reads uninitialised shared memory as A ({a_desc})", index)
-    else:
-        a_desc = None
-        left = a_fragment(np.stack(a), bf16)
-    accumulate = bool(scale_d[0])
+    state = group.warps[slab]
+    number = state[0]
+    state[0] += 1
+    from_shared = isinstance(a, np.ndarray)
+    part = (int(a[0]) if from_shared else np.stack(a), int(b[0]), bool(scale_d[0]), file, rows)
+    parts = group.pending.setdefault(number, {})
+    parts[slab] = part
+    key = (index, part[1], part[2], part[0] if from_shared else None)
+    if parts.setdefault("key", key) != key:
+        raise SimError(f"warps of warpgroup {group.index} issue different wgmma: {parts['key']} and {key}")
+    if len(parts) == 5:
+        del group.pending[number]
+
+        def run() -> None:
+            _product(split, index, parts, from_shared, n, bf16, flags)
+            group.done += 1
+            if group.waiters:
+                split.machine.wake(group)
+
+        split.machine.submit(AsyncOp("wgmma", run, split, index))
+
+
+@lru_cache(maxsize=64)
+def _accumulator(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row of the warp's slab, column) of D per accumulator register and lane (PTX ISA 9.7.15.5.1, figure of D)."""
+    reg = np.arange(n // 2)[:, None]
+    return _ROW + 8 * (reg >> 1 & 1), 8 * (reg >> 2) + 2 * _COL + (reg & 1)
+
+
+def _product(split: Split, index: int, parts: dict, from_shared: bool, n: int, bf16: bool, flags: tuple) -> None:
+    negate_a, negate_b, transpose_a, transpose_b = flags
+    shared, base, machine = split.cta.cluster.shared, split.cta.base, split.machine
+    b_desc = decode_wgmma(parts[0][1])
     bits = read_tile(shared, base, b_desc, n, 16, not transpose_b)
     if has_poison(bits):
-        split.machine.finding(f"wgmma reads uninitialised shared memory as B ({b_desc})", index)
-    if split.machine.observer is not None:
-        split.machine.observer.wgmma(split, mask, index, a_desc, b_desc, n, not transpose_a, not transpose_b)
-
-    def run() -> None:
-        product = left @ to_float(bits, bf16).T
-        if negate_a ^ negate_b:
-            product = -product
-        for r, row in enumerate(rows):
-            part = product[_ROW + 8 * (r >> 1 & 1), 8 * (r >> 2) + 2 * _COL + (r & 1)]
-            if accumulate:
-                row += part
-            else:
-                row[:] = part
-
-    split.machine.submit(AsyncOp("wgmma", run, split, index))
+        machine.finding(f"wgmma reads uninitialised shared memory as B ({b_desc})", index)
+    a_desc = None
+    if from_shared:
+        a_desc = decode_wgmma(parts[0][0])
+        left_bits = read_tile(shared, base, a_desc, 64, 16, not transpose_a)
+        if has_poison(left_bits):
+            machine.finding(f"wgmma reads uninitialised shared memory as A ({a_desc})", index)
+        left = to_float(left_bits, bf16)
+    else:
+        left = np.concatenate([a_fragment(parts[w][0], bf16) for w in range(4)])
+    if machine.observer is not None:
+        machine.observer.wgmma(split, index, a_desc, b_desc, n, not transpose_a, not transpose_b)
+    product = left @ to_float(bits, bf16).T
+    if negate_a ^ negate_b:
+        product = -product
+    lanes, columns = _accumulator(n)
+    for w in range(4):
+        _, _, accumulate, file, rows = parts[w]
+        piece = product[lanes + 16 * w, columns]
+        file[rows] = file[rows] + piece if accumulate else piece
 
 
 @op("wgmma.mma_async")
@@ -213,20 +260,39 @@ def wgmma_async(emit: Emit, instr: Instr) -> None:
         left = emit.src(a, "u64")
         bits = (negate_a, negate_b, *(bool(t) for t in transposes or (0, 0)))
     scale = emit.const(scale_d, "pred") if isinstance(scale_d, Imm) else emit.src(scale_d, "pred")
-    rows = "[" + ", ".join(emit.src(i, "f32") for i in d.items) + "]"
-    emit.call(wgmma, left, emit.src(b, "u64"), scale, str(n), str(kinds[1] == "bf16"), repr(bits), rows)
+    rows = emit.rows(d.items)
+    if rows is None:
+        raise PtxError("wgmma accumulators that are not distinct 32-bit registers")
+    rows = f"slice({rows.replace(':', ', ')})" if ":" in rows else rows
+    emit.call(wgmma, left, emit.src(b, "u64"), scale, str(n), str(kinds[1] == "bf16"), repr(bits), "RFF", rows)
 
 
-@op("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
-def wgmma_sync(emit: Emit, instr: Instr) -> None:
-    emit.call(_sync, repr(instr.parts[1]), str(instr.operands[0].value if instr.operands else 0))
+@op("wgmma.fence", "wgmma.commit_group")
+def wgmma_fence(emit: Emit, instr: Instr) -> None:
+    emit.call(_fence_or_commit, repr(instr.parts[1]))
 
 
-def _sync(split: Split, mask: np.ndarray, index: int, action: str, count: int) -> None:
-    if split.machine.policy is not None:
-        split.machine.policy.group(split, "wgmma", action, count)
+def _fence_or_commit(split: Split, mask: np.ndarray, index: int, action: str) -> None:
+    if action == "commit_group":
+        state = warpgroup(split).warps[split.warp.index % 4]
+        state[1].append(state[0])
     if split.machine.observer is not None:
-        split.machine.observer.wgmma_sync(split, mask, index, action, count)
+        split.machine.observer.wgmma_sync(split, mask, index, action, 0)
+
+
+@op("wgmma.wait_group", blocking=True)
+def wgmma_wait(emit: Emit, instr: Instr) -> None:
+    emit.blocking(_wait_group, str(instr.operands[0].value))
+
+
+def _wait_group(split: Split, mask: np.ndarray, index: int, count: int) -> bool:
+    group = warpgroup(split)
+    commits = group.warps[split.warp.index % 4][1]
+    if len(commits) > count and group.done < commits[len(commits) - count - 1]:
+        return split.park(group)
+    if split.machine.observer is not None:
+        split.machine.observer.wgmma_sync(split, mask, index, "wait_group", count)
+    return False
 
 
 __all__ = ["Reg"]

@@ -21,7 +21,7 @@ from .matrix_operands import Descriptor, decode_umma, has_poison, read_tile, to_
 from .memory import OFFSET_MASK, POISON, RANK_SHIFT, SimError
 from .ops_mbarrier import find
 from .ops_memory import address_of
-from .parser import Addr, Imm, Instr, PtxError, Reg, Vec
+from .parser import Addr, Imm, Instr, PtxError, Vec
 from .translate import Emit, op
 
 COLUMNS, LANES128 = 512, 128
@@ -203,15 +203,6 @@ def _shape_of(instr: Instr) -> tuple[str, int]:
     return shape, int(next(p for p in instr.parts if p[0] == "x" and p[1:].isdigit())[1:])
 
 
-def _consecutive(emit: Emit, items: tuple) -> int | None:
-    """First register file row when the registers are 32-bit and numbered consecutively."""
-    rows = [emit.program.registers[i.name] if isinstance(i, Reg) else ("", -1) for i in items]
-    if any(cls != "r" for cls, _ in rows):
-        return None
-    first = rows[0][1]
-    return first if all(at == first + n for n, (_, at) in enumerate(rows)) else None
-
-
 def _whole_warp(emit: Emit) -> None:
     """.sync.aligned: emitted without a mask; a partial one is an error at run time."""
     if emit.where is not None:
@@ -237,9 +228,9 @@ def ld(emit: Emit, instr: Instr) -> None:
     address = emit.address(operands[0], "u32")
     half = operands[1].value if len(operands) > 1 else 0
     rows = emit.value(_load, address, repr(shape), str(count), str(instr.has("pack::16b")), str(half))
-    first = _consecutive(emit, items)
-    if first is not None and emit.where is None:
-        emit.line(f"RF[{first}:{first + len(items)}] = {rows}")
+    at = emit.rows(items)
+    if at is not None and emit.where is None:
+        emit.line(f"RF[{at}] = {rows}")
     else:
         for i, item in enumerate(items):
             emit.put(item, "u32", f"{rows}[{i}]")
@@ -267,8 +258,8 @@ def st(emit: Emit, instr: Instr) -> None:
     address = emit.address(operands.pop(0), "u32")
     half = operands.pop(0).value if shape == "16x32bx2" else 0
     items = _items(operands[0])
-    first = _consecutive(emit, items)
-    rows = f"RF[{first}:{first + len(items)}]" if first is not None else emit.temp(
+    at = emit.rows(items)
+    rows = f"RF[{at}]" if at is not None else emit.temp(
         f"np.stack(({', '.join(emit.src(i, 'u32') for i in items)},))")
     emit.call(_store, address, repr(shape), str(count), str(instr.has("unpack::16b")), str(half), rows)
 

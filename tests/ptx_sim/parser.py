@@ -7,6 +7,7 @@ emit: one statement per `;`, nested `{ }` scopes from inline assembly with their
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 
 
@@ -192,6 +193,8 @@ def parse_number(token: str) -> Imm | None:
         return Imm(int(token.rstrip("U"), 16))
     if re.fullmatch(r"-?\d+U?", token):
         return Imm(int(token.rstrip("U"), 10))
+    if re.fullmatch(r"-?\d+\.\d*(?:[eE][+-]?\d+)?", token):
+        return Imm(int.from_bytes(struct.pack("<d", float(token)), "little"), True, 64)
     return None
 
 

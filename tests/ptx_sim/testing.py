@@ -62,7 +62,7 @@ def lane_address(array: int, target: int) -> str:
 
 
 def unary(operations: str, inputs: list[np.ndarray], width: int = 32, out: int = 1) -> list[np.ndarray]:
-    """Run `operations` on %r1, %r2 ... (or %d1x for 64 bits: %d11, %d12 ...) and return results %r100 ... (%d50 ...)."""
+    """Run `operations` on inputs in %r1, %r2 ... (64 bits: %d11, %d12 ...); results are %r100 ... (%d50 ...)."""
     size = width // 8
     arrays = {f"in{i}": x.copy() for i, x in enumerate(inputs)}
     arrays |= {f"out{i}": np.zeros(32, f"u{size}") for i in range(out)}

@@ -207,6 +207,18 @@ class Emit:
         self.line(f"if {self.bind(function)}(S, {self.mask}, {self.instr.index}"
                   f"{''.join(', ' + a for a in arguments)}): return -1")
 
+    def rows(self, items: tuple) -> str | None:
+        """An index into the 32-bit register file that selects these registers: a slice or an array; else None."""
+        found = [self.program.registers[i.name] if isinstance(i, Reg) else ("", -1) for i in items]
+        if any(cls != "r" for cls, _ in found):
+            return None
+        first = found[0][1]
+        if all(at == first + n for n, (_, at) in enumerate(found)):
+            return f"{first}:{first + len(items)}"
+        if len({at for _, at in found}) < len(found):
+            return None
+        return self.program.constant(np.array([at for _, at in found]))
+
     def address(self, operand: Addr, dtype: str = "") -> str:
         """The per-lane address of [base + offset]; the type follows the base register unless given."""
         base = operand.base
@@ -499,7 +511,7 @@ class Program:
                 space[name] = pairs[index]
             else:
                 space[name] = halves[index, (0 if kind == "l" else 1)::2]
-        space["RF"] = files["r"]
+        space["RF"], space["RFF"] = files["r"], floats["r"]
         self._bind_specials(space, warp)
         warp.namespace = space
         if self.local_size:
