@@ -39,8 +39,7 @@ def test_forward_of_an_empty_row() -> None:
     assert dsa.relative_error(result.tensors["out"][0], dsa.oracle(p)["out"][0]) < BF16_ERROR
 
 
-@pytest.mark.parametrize(("heads", "dim", "deterministic"), [
-    (64, 512, False), (64, 576, False), (64, 512, True), (16, 576, False), (32, 576, False), (128, 512, False)])
+@pytest.mark.parametrize(("heads", "dim", "deterministic"), dsa.BACKWARD)
 def test_backward(heads: int, dim: int, deterministic: bool) -> None:
     p = dsa.problem(heads, dim, 128, seed=1)
     result, truth = dsa.backward(p, deterministic), dsa.oracle(p)
@@ -66,7 +65,7 @@ def test_exact_sums() -> None:
     assert torch.equal(out, mean[:, None].expand(out.shape).bfloat16())
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(64, 576), (64, 512), (128, 512)])
+@pytest.mark.parametrize(("heads", "dim"), dsa.HOPPER)
 def test_backward_for_hopper(heads: int, dim: int) -> None:
     """The wheel's SM90 backward: wgmma, TMA, named barriers, fp32 vector reductions."""
     p = dsa.problem(heads, dim, 128, seed=3, ragged=True)

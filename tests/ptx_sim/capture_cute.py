@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .launch import Launch, tensor_entry
+from .launch import Launch, dump_if_asked, tensor_entry
 from .parser import Module, parse
 
 SHIM_SOURCE = Path(__file__).with_name("cute_runtime_shim.c")
@@ -223,6 +223,7 @@ class Recorder:
                         (config.block.x, config.block.y, config.block.z), cluster, config.shared_bytes, bytes(params),
                         list(self.tensors))
         self.launches.append(launch)
+        dump_if_asked(launch)
         if self.run and self.error is None:
             self.reports.append(launch.run(**self.options))
         return 0

@@ -21,7 +21,7 @@ import torch
 
 from . import tensormap
 from .capture_cute import _CLUSTER_DIMENSION, CudaView, _Attribute
-from .launch import Launch, tensor_entry
+from .launch import Launch, dump_if_asked, tensor_entry
 from .parser import Module, parse
 
 SHIM_SOURCE = Path(__file__).with_name("cuda_driver_shim.c")
@@ -181,5 +181,6 @@ class Recorder:
             cluster = (*kernel.attributes["reqnctapercluster"], 1, 1)[:3]
         launch = Launch(text, name, grid, block, cluster, shared, bytes(params), list(self.tensors))
         self.launches.append(launch)
+        dump_if_asked(launch)
         if self.run and self.error is None:
             self.reports.append(launch.run(**self.options))

@@ -19,6 +19,8 @@ from .capture_cute import CudaView, Recorder
 
 WHEEL = "nvidia-cudnn-frontend"
 FORWARD = ((64, 512), (64, 576), (128, 512))
+BACKWARD = ((64, 512, False), (64, 576, False), (64, 512, True), (16, 576, False), (32, 576, False), (128, 512, False))
+HOPPER = ((64, 576), (64, 512), (128, 512))
 
 
 def unavailable() -> str | None:
@@ -235,6 +237,21 @@ def backward_sm90(p: Problem, run: bool = True, **options: object) -> Result:
                   p.scale, 0)
     recorder.call(post, t, *pick("dkv_sum", "dkv"), len(p.kv), 0)
     return Result(t | {"dq": t["dq"][0], "dkv": t["dkv"][0, :, 0]}, recorder.launches, recorder.reports)
+
+
+def all_kernels() -> dict[str, list]:
+    """Every launch of the wheel's kernels that the tests run, on small inputs, chained as the wheel chains them."""
+    found = {}
+    for heads, dim in FORWARD:
+        p = problem(heads, dim, 128, ragged=True)
+        found[f"{WHEEL} DSA forward SM100 H{heads} D{dim}"] = forward(p).launches
+    for heads, dim, deterministic in BACKWARD:
+        p = problem(heads, dim, 128)
+        name = f"{WHEEL} DSA backward SM100 H{heads} D{dim}{' deterministic' if deterministic else ''}"
+        found[name] = backward(p, deterministic).launches
+    for heads, dim in HOPPER:
+        found[f"{WHEEL} DSA backward SM90 H{heads} D{dim}"] = backward_sm90(problem(heads, dim, 128)).launches
+    return found
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,6 +99,15 @@ class Launch:
                     break
         return Launch((folder / "kernel.ptx").read_text(), meta["kernel"], tuple(meta["grid"]), tuple(meta["block"]),
                       tuple(meta["cluster"]), meta["shared_bytes"], bytes(params), tensors)
+
+
+def dump_if_asked(launch: Launch) -> None:
+    """Save a recorded launch under $PTX_SIM_DUMP, if that is set."""
+    folder = os.environ.get("PTX_SIM_DUMP")
+    if folder:
+        root = Path(folder)
+        number = len(list(root.glob("*/launch.json"))) if root.exists() else 0
+        launch.save(root / f"{number:03d}")
 
 
 def tensor_entry(name: str, tensor: object) -> tuple:

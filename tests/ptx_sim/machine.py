@@ -344,6 +344,8 @@ class Report:
     seconds: float = 0.0
     findings: list = field(default_factory=list)
     visits: list = field(default_factory=list)
+    # Forms that only show at run time: matrix shapes and layouts, tensor-map boxes.
+    forms: set = field(default_factory=set)
 
     @property
     def microseconds_per_instruction(self) -> float:

@@ -190,6 +190,11 @@ def _check_tile(tmap: tensormap.TensorMap, where: int) -> None:
         raise SimError(f"box rows of {tmap.box[0] * tmap.element_bytes} bytes exceed the {tmap.swizzle}-byte swizzle")
 
 
+def _form(action: str, mode: str, tmap: tensormap.TensorMap, multicast: bool) -> str:
+    return (f"tensor {action} {mode} {tmap.element} rank {tmap.rank} row {tmap.box[0] * tmap.element_bytes} B swizzle "
+            f"{tmap.swizzle}{' multicast' if multicast else ''}")
+
+
 def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, descriptor: np.ndarray,
                 barrier: np.ndarray, cta_mask: np.ndarray | None, mode: str, pair: bool,
                 *coordinates: np.ndarray) -> None:
@@ -201,6 +206,7 @@ def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         where, bar = int(target[lane]), int(barrier[lane])
         _check_tile(tmap, where)
+        split.machine.report.forms.add(_form("load", mode, tmap, cta_mask is not None))
         spots = [(where, bar)]
         if cta_mask is not None:
             spots = []
@@ -256,6 +262,7 @@ def tensor_store(split: Split, mask: np.ndarray, index: int, descriptor: np.ndar
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         origin = int(source[lane])
         _check_tile(tmap, origin)
+        split.machine.report.forms.add(_form(f"reduce {reduction}" if reduction else "store", mode, tmap, False))
 
         def run(tmap: tensormap.TensorMap = tmap, coordinate: tuple = coordinate, origin: int = origin) -> None:
             rows = rows_of(tmap, mode, coordinate)

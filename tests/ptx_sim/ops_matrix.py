@@ -222,6 +222,10 @@ def _product(split: Split, index: int, parts: dict, from_shared: bool, n: int, b
     if has_poison(bits):
         machine.finding(f"wgmma reads uninitialised shared memory as B ({b_desc})", index)
     a_desc = None
+    where = f"swizzle {decode_wgmma(parts[0][0]).span}" if from_shared else "registers"
+    majors = "".join("MN" if t else "K" for t in (transpose_a, transpose_b))
+    machine.report.forms.add(f"wgmma n{n} {'bf16' if bf16 else 'f16'} A {where}, B swizzle {b_desc.span}, "
+                             f"majors {majors}")
     if from_shared:
         a_desc = decode_wgmma(parts[0][0])
         left_bits = read_tile(shared, base, a_desc, 64, 16, not transpose_a)

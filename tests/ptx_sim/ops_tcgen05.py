@@ -347,6 +347,12 @@ def mma(split: Split, mask: np.ndarray, index: int, d: np.ndarray, a: np.ndarray
     if shape.accumulate_f16:
         raise SimError("fp16 accumulators are not modelled")
 
+    majors = "".join("K" if major else "MN" for major in (shape.a_k_major, shape.b_k_major))
+    where = "tmem" if a_in_tmem else f"swizzle {decode_umma(a_value).span}"
+    element = "bf16" if shape.a_bf16 else "f16"
+    split.machine.report.forms.add(f"umma cta_group::{2 if pair else 1}{' ws' if ws else ''} M{shape.m} N{shape.n} "
+                                   f"{element} A {where}, B swizzle {b_desc.span}, majors {majors}")
+
     def run() -> None:
         _product(split, index, shape, target, a_value, b_desc, accumulate, a_in_tmem, pair, ws)
 
@@ -457,6 +463,7 @@ def _cp(split: Split, mask: np.ndarray, index: int, address: np.ndarray, descrip
         return
     target, desc = int(address[lane]), decode_umma(int(descriptor[lane]))
     rows, width = CP_SHAPES[name]
+    split.machine.report.forms.add(f"tcgen05.cp {name} {spread} swizzle {desc.span}")
 
     def run() -> None:
         column, words = target & 0xFFFF, width // 4

@@ -10,6 +10,7 @@ Instruction families register emitters in OPCODES by opcode prefix; the longest 
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -448,6 +449,30 @@ class Program:
         for code in self.full_code + self.masked_code:
             names.update(code.co_names)
         self.row_names = self._row_names(names)
+
+    def with_instruction(self, index: int, instr: Instr) -> Program:
+        """A copy of this program in which one instruction is another; only its block is translated again.
+
+        The instruction must neither end a block nor change whether it can block.
+        """
+        other = copy.copy(self)
+        other.code = list(self.code)
+        instr.index = index
+        other.code[index] = instr
+        other._pool = []
+        number = next(n for n, b in enumerate(self.blocks) if b.first <= index < b.last)
+        other.filename = f"{self.filename} {index}"
+        other.full_code, other.masked_code = list(self.full_code), list(self.masked_code)
+        names = {row[0] for row in self.row_names}
+        for mode, codes in ((True, other.full_code), (False, other.masked_code)):
+            emit = Emit(other, mode)
+            other._emit_block(emit, number, self.blocks[number])
+            scope: dict = {}
+            exec(compile("def f(S, M):\n" + "\n".join(emit.lines), other.filename, "exec"), scope)
+            codes[number] = scope["f"].__code__
+            names.update(codes[number].co_names)
+        other.row_names = other._row_names(names)
+        return other
 
     def _emit_block(self, emit: Emit, n: int, block: Block) -> None:
         for instr in self.code[block.first:block.last]:

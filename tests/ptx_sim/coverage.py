@@ -1,0 +1,84 @@
+"""Which instruction forms a kernel uses, and what witnesses that the simulator models them right.
+
+A form is an opcode with its modifiers, or one that only shows at run time: the shape, layout and source of a matrix
+product, the box and swizzle of a tensor copy. A witness is a kernel by others that is known to work on hardware and
+gives right results here, or a case that an H200 has judged. `witnesses.json` is generated (`python -m tests.ptx_sim
+witnesses`), never edited.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from .launch import Launch
+from .machine import Report
+from .translate import Program
+
+WITNESSES = Path(__file__).with_name("witnesses.json")
+JUDGED = Path(__file__).with_name("judged_forms.json")
+
+
+def executed_forms(program: Program, report: Report) -> list[str]:
+    """Opcode forms of executed instructions, and the run-time forms of the report."""
+    forms = set(report.forms)
+    for block, visits in zip(program.blocks, report.visits, strict=True):
+        if visits:
+            forms.update(normal(instr.op) for instr in program.code[block.first:block.last])
+    return sorted(forms)
+
+
+def normal(op: str) -> str:
+    """Drop hints that change nothing: cache levels and eviction, register-only type spellings."""
+    op = re.sub(r"\.(L1|L2)::[\w:]+", "", op)
+    return re.sub(r"\.level::eviction_priority|\.uni\b", "", op)
+
+
+def forms_of(launch: Launch, **options: object) -> list[str]:
+    """Run a launch and list the forms that it executed."""
+    from .machine import Machine
+    memory = launch.memory()
+    program = launch.program(memory)
+    return executed_forms(program, Machine(program, launch, memory, **options).run())
+
+
+def record(kernels: dict[str, list[Launch]]) -> dict:
+    """Run launches and describe them: name -> {sha256, forms}."""
+    found: dict = {}
+    for name, launches in kernels.items():
+        for number, launch in enumerate(launches):
+            found[f"{name}, launch {number}"] = {"sha256": launch.sha256, "forms": forms_of(launch)}
+    return found
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def witnesses() -> dict[str, list[str]]:
+    """Form -> the kernels and judged cases that witness it."""
+    out: dict[str, list[str]] = {}
+    for path in (WITNESSES, JUDGED):
+        for name, entry in load(path).items():
+            for form in entry["forms"]:
+                out.setdefault(form, []).append(name)
+    return out
+
+
+def table(kernels: dict[str, list[str]]) -> str:
+    """Markdown: every form of the given kernels (name -> forms) beside a witness, unproven ones first."""
+    known = witnesses()
+    users: dict[str, list[str]] = {}
+    for name, forms in kernels.items():
+        for form in forms:
+            users.setdefault(form, []).append(name)
+    missing = sorted(f for f in users if f not in known)
+    lines = [f"{len(users)} forms, {len(missing)} without a witness.", "", "| form | used by | witness |",
+             "|---|---|---|"]
+    for form in missing + sorted(f for f in users if f in known):
+        witness = known.get(form, ["**unproven**"])
+        more = f" and {len(witness) - 1} more" if len(witness) > 1 else ""
+        used = users[form][0] + (f" and {len(users[form]) - 1} more" if len(users[form]) > 1 else "")
+        lines.append(f"| `{form}` | {used} | {witness[0]}{more} |")
+    return "\n".join(lines)
