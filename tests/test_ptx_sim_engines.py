@@ -35,8 +35,9 @@ def map_array(array: np.ndarray, element: str, box: tuple, swizzle: int) -> np.n
 
 def dump(words: int) -> str:
     """Copy `words` 32-bit words of shared memory from smem to the second array, by the first warp."""
-    return f"""mov.b32 %r10, %r0; DUMP: shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11; ld.shared.b32 %r13, [%r12];
-mul.wide.u32 %d20, %r10, 4; add.s64 %d20, %d20, %d1; st.global.b32 [%d20], %r13; add.u32 %r10, %r10, %ntid.x;
+    return f"""mov.b32 %r10, %r0; mov.u32 %r14, %ntid.x;
+DUMP: shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11; ld.shared.b32 %r13, [%r12];
+mul.wide.u32 %d20, %r10, 4; add.s64 %d20, %d20, %d1; st.global.b32 [%d20], %r13; add.u32 %r10, %r10, %r14;
 setp.lt.u32 %p5, %r10, {words}; @%p5 bra DUMP;
 """
 
