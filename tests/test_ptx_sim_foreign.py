@@ -47,6 +47,14 @@ def test_backward(heads: int, dim: int, deterministic: bool) -> None:
         assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
 
 
+@pytest.mark.parametrize("heads", dsa.PAIR)
+def test_backward_of_cta_pairs(heads: int) -> None:
+    p = dsa.problem(heads, 576, 128, seed=4)
+    result, truth = dsa.backward_pair(p), dsa.oracle(p)
+    for name in ("dq", "dkv", "d_sink"):
+        assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
+
+
 def test_backward_of_ragged_rows() -> None:
     p = dsa.problem(64, 576, 128, tokens=3, rows=200, seed=2, ragged=True)
     result, truth = dsa.backward(p), dsa.oracle(p)

@@ -20,6 +20,7 @@ from .capture_cute import CudaView, Recorder
 WHEEL = "nvidia-cudnn-frontend"
 FORWARD = ((64, 512), (64, 576), (128, 512))
 BACKWARD = ((64, 512, False), (64, 576, False), (64, 512, True), (16, 576, False), (32, 576, False), (128, 512, False))
+PAIR = (96, 128)
 HOPPER = ((64, 576), (64, 512), (128, 512))
 
 
@@ -176,6 +177,38 @@ def backward(p: Problem, deterministic: bool = False, run: bool = True, **option
 
 
 @functools.cache
+def _compiled_backward_pair(heads: int, slots: int, split: bool) -> tuple:
+    """The two-CTA backward for D 576 and 96 or 128 heads, from metadata as the wheel's plans compile it."""
+    capture_cute.prepare()
+    from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100_d576 as interface
+    real = interface.compile_options
+    interface.compile_options = lambda: "--enable-tvm-ffi --gpu-arch sm_100a"
+    try:
+        return interface._compile_d576_2cta((10, 0), slots, True, False, split, num_heads=heads), interface
+    finally:
+        interface.compile_options = real
+
+
+def backward_pair(p: Problem, splits: int = 1, run: bool = True, **options: object) -> Result:
+    """The D 576 backward whose tiles belong to CTA pairs; `splits` spreads a token's slots over several pairs."""
+    tokens, heads, _ = p.q.shape
+    function, interface = _compiled_backward_pair(heads, p.indices.shape[1], splits > 1)
+    sizes = interface._workspace_sizes(tokens, len(p.kv), False, heads)
+    truth = oracle(p)
+    tensors = {"q": p.q, "kv": p.kv, "out": truth["out"].bfloat16(), "dout": p.dout,
+               "lse": truth["lse"].float().contiguous(), "sink": p.sink, "indices": p.indices, "lengths": p.lengths,
+               "dq": torch.full_like(p.q, math.nan), "dkv": torch.full_like(p.kv, math.nan),
+               "d_sink": torch.full((heads,), math.nan),
+               "workspace lse": torch.full((sizes[0],), 255, dtype=torch.uint8),
+               "workspace dkv": torch.full((sizes[1],), 255, dtype=torch.uint8)}
+    recorder = Recorder(run=run)
+    recorder.options = options
+    launches = recorder.call(function, tensors, (tokens, len(p.kv), 576, (heads, 1)), *tensors.values(), p.scale,
+                             splits, 0)
+    return Result(tensors, launches, recorder.reports)
+
+
+@functools.cache
 def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
     """The Hopper backward of the same wheel: preprocess, main kernel, postprocess."""
     capture_cute.prepare()
@@ -249,6 +282,8 @@ def all_kernels() -> dict[str, list]:
         p = problem(heads, dim, 128)
         name = f"{WHEEL} DSA backward SM100 H{heads} D{dim}{' deterministic' if deterministic else ''}"
         found[name] = backward(p, deterministic).launches
+    for heads in PAIR:
+        found[f"{WHEEL} DSA backward SM100 H{heads} D576 pair"] = backward_pair(problem(heads, 576, 128)).launches
     for heads, dim in HOPPER:
         found[f"{WHEEL} DSA backward SM90 H{heads} D{dim}"] = backward_sm90(problem(heads, dim, 128)).launches
     return found
