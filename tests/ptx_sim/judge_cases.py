@@ -67,7 +67,7 @@ def elementwise(name: str, family: str, code: str, inputs: int = 2, width: int =
     # Parameters sit in %d0 and up; 64-bit operands therefore start at %d11.
     for i in range(inputs):
         target = f"%r{i + 1}" if width == 32 else f"%d{i + 11}"
-        body += f"mul.wide.u32 %d90, %r90, {width // 8}; add.s64 %d91, %d{i}, %d90;\n"
+        body += f"mul.wide.u32 %d90, %r90, {width // 8}; cvta.to.global.u64 %d92, %d{i}; add.s64 %d91, %d92, %d90;\n"
         body += f"ld.global.b{width} {target}, [%d91];\n"
     source = "%r10" if out_width == 32 else "%d20"
     body += code + f"\nmul.wide.u32 %d90, %r90, {out_width // 8}; add.s64 %d91, %d{inputs}, %d90;\n"
@@ -96,10 +96,27 @@ INTEGER = {
     "setp.and": "setp.gt.u32 %p2, %r3, %r1; setp.ge.and.u32 %p1|%p3, %r1, %r2, %p2; selp.b32 %r10, 1, 0, %p1; "
                 "@%p3 add.u32 %r10, %r10, 2;",
     "add.cc": "add.cc.u32 %r4, %r1, %r2; addc.u32 %r10, %r3, %r3;", "slct": "slct.s32.s32 %r10, %r1, %r2, %r3;",
+    **{f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
+       for c, t in (("eq", "s32"), ("ne", "b32"), ("le", "s32"), ("gt", "u32"), ("ge", "s32"), ("gt", "s32"),
+                    ("lt", "u32"), ("ge", "u32"), ("le", "u32"))},
+    "preds": "setp.gt.u32 %p1, %r1, %r2; setp.lt.s32 %p2, %r2, %r3; and.pred %p3, %p1, %p2; or.pred %p4, %p1, %p2; "
+             "xor.pred %p5, %p3, %p4; not.pred %p6, %p5; selp.b32 %r10, %r1, %r3, %p6;",
+    "and": "and.b32 %r10, %r1, %r2;", "or": "or.b32 %r10, %r1, %r2;", "xor": "xor.b32 %r10, %r1, %r2;",
+    "max.s32": "max.s32 %r10, %r1, %r2;", "min.u32": "min.u32 %r10, %r1, %r2;", "add.s32": "add.s32 %r10, %r1, %r2;",
+    "mul.lo.s32": "mul.lo.s32 %r10, %r1, %r2;", "mul.wide.s32": "mul.wide.s32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; "
+    "xor.b32 %r10, %r4, %r5;", "mul.wide.u32": "mul.wide.u32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; "
+    "xor.b32 %r10, %r4, %r5;", "cvt.s64.s32": "cvt.s64.s32 %d5, %r1; shr.u64 %d5, %d5, 20; cvt.u32.u64 %r10, %d5;",
+    "cvt.u16.u32": "cvt.u16.u32 %h1, %r1; and.b16 %h2, %h1, 255; or.b16 %h3, %h2, 512; cvt.u32.u16 %r10, %h3;",
     "cvt.s8": "cvt.s32.s8 %r10, %r1;", "cvt.u16": "cvt.u32.u16 %r10, %r1;", "cvt.sat": "cvt.sat.s32.s64 %r10, %d5;",
 }
 FLOAT = {
-    "add": "add.rn.f32 %r10, %r1, %r2;", "sub": "sub.f32 %r10, %r1, %r2;", "mul": "mul.rn.f32 %r10, %r1, %r2;",
+    "add": "add.rn.f32 %r10, %r1, %r2;", "add.ftz": "add.ftz.f32 %r10, %r1, %r2;",
+    "sub.ftz": "sub.ftz.f32 %r10, %r1, %r2;", "add.f32": "add.f32 %r10, %r1, %r2;",
+    "mul.f32": "mul.f32 %r10, %r1, %r2;",
+    "min.ftz": "min.ftz.f32 %r10, %r1, %r2;",
+    **{f"setp.{c}.ftz": f"setp.{c}.ftz.f32 %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
+       for c in ("lt", "eq", "leu", "gt", "neu")},
+ "sub": "sub.f32 %r10, %r1, %r2;", "mul": "mul.rn.f32 %r10, %r1, %r2;",
     "mul.ftz": "mul.ftz.f32 %r10, %r1, %r2;", "fma": "fma.rn.f32 %r10, %r1, %r2, %r3;",
     "fma.ftz": "fma.rn.ftz.f32 %r10, %r1, %r2, %r3;", "add.rz": "add.rz.f32 %r10, %r1, %r2;",
     "mul.rz": "mul.rz.f32 %r10, %r1, %r2;", "add.rm": "add.rm.f32 %r10, %r1, %r2;", "div": "div.rn.f32 %r10, %r1, %r2;",
@@ -130,7 +147,19 @@ APPROXIMATE = {"ex2": (("ulp", 3), -126.0, 126.0), "lg2": (("ulp", 16), 4.0, 1e6
                "rsqrt": (("ulp", 3), 0.01, 1e6), "sqrt": (("ulp", 2), 0.01, 1e6),
                "sin": (("absolute", 2 ** -20), -3.0, 3.0), "cos": (("absolute", 2 ** -20), -3.0, 3.0),
                "tanh": (("absolute", 2 ** -10), -4.0, 4.0)}
-LONG = {"add": "add.s64 %d20, %d11, %d12;", "mul.lo": "mul.lo.u64 %d20, %d11, %d12;",
+DIVIDE = {"div.approx": "div.approx.f32 %r10, %r1, %r2;", "div.approx.ftz": "div.approx.ftz.f32 %r10, %r1, %r2;",
+          "div.full": "div.full.f32 %r10, %r1, %r2;"}
+LONG = {"add": "add.s64 %d20, %d11, %d12;", "sub": "sub.s64 %d20, %d11, %d12;",
+        "mul.s64": "mul.lo.s64 %d20, %d11, %d12;", "mad": "mad.lo.s64 %d20, %d11, %d12, %d11;",
+        "and": "and.b64 %d20, %d11, %d12;", "or": "or.b64 %d20, %d11, %d12;", "max": "max.s64 %d20, %d11, %d12;",
+        "shl": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shl.b64 %d20, %d11, %r4;",
+        "shr.u64": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shr.u64 %d20, %d11, %r4;",
+        "div.s64": "or.b64 %d13, %d12, 5; div.s64 %d20, %d11, %d13;",
+        "rem.s64": "or.b64 %d13, %d12, 5; rem.s64 %d20, %d11, %d13;", "neg": "neg.s64 %d20, %d11;",
+        **{f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %d11, %d12; selp.b64 %d20, %d11, 7, %p1;"
+           for c, t in (("eq", "s64"), ("ne", "s64"), ("lt", "s64"), ("ge", "s64"), ("gt", "s64"), ("le", "s64"),
+                        ("lt", "u64"), ("gt", "u64"))},
+ "mul.lo": "mul.lo.u64 %d20, %d11, %d12;",
         "mul.hi": "mul.hi.u64 %d20, %d11, %d12;", "shr": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; "
         "shr.s64 %d20, %d11, %r4;", "min": "min.s64 %d20, %d11, %d12;", "xor": "xor.b64 %d20, %d11, %d12;",
         "clz": "clz.b64 %r4, %d11; cvt.u64.u32 %d20, %r4;", "div": "or.b64 %d13, %d12, 5; div.u64 %d20, %d11, %d13;",
@@ -176,6 +205,31 @@ DUMP: shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11; ld.shared.b32 %r13, [%r12]
 mul.wide.u32 %d20, %r10, 4; add.s64 %d20, %d20, %d1; st.global.b32 [%d20], %r13; add.u32 %r10, %r10, %r14;
 setp.lt.u32 %p5, %r10, WORDS; @%p5 bra DUMP;
 """
+
+
+def _copies() -> Iterator[Case]:
+    """cp.async of every size, with zero-fill past the source size, completing on an mbarrier or a group."""
+    for size, cache in ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")):
+        for finish in ("group", "noinc"):
+            source = aligned(32 * size, np.uint8)
+            source[:] = rng(f"cp.async {size}").integers(1, 256, source.size)
+            body = f"""mov.u32 %r0, %tid.x; mov.b32 %r1, smem; add.s32 %r2, %r1, 1024; setp.ne.u32 %p1, %r0, 0;
+@%p1 bra READY; mbarrier.init.shared::cta.b64 [%r2], 32; fence.mbarrier_init.release.cluster; READY: bar.sync 0;
+mad.lo.u32 %r3, %r0, {size}, %r1; mul.wide.u32 %d9, %r0, {size}; add.s64 %d10, %d0, %d9; rem.u32 %r4, %r0, 3;
+setp.eq.u32 %p2, %r4, 1; selp.b32 %r5, 0, {size}, %p2; setp.eq.u32 %p3, %r4, 2; selp.b32 %r5, {size // 2}, %r5, %p3;
+cp.async.{cache}.shared.global [%r3], [%d10], {size}, %r5;
+"""
+            if finish == "group":
+                body += "cp.async.commit_group; cp.async.wait_group 0; bar.warp.sync -1;\n"
+            else:
+                body += ("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r2];\n"
+                         "WAIT0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0; @!%p4 bra WAIT0;\n")
+            body += f"""mov.b32 %r6, 0; COPY: add.u32 %r7, %r3, %r6; ld.shared.b32 %r8, [%r7]; cvt.u64.u32 %d11, %r6;
+add.s64 %d12, %d1, %d9; add.s64 %d12, %d12, %d11; st.global.b32 [%d12], %r8; add.u32 %r6, %r6, 4;
+setp.lt.u32 %p5, %r6, {size}; @%p5 bra COPY;
+"""
+            yield Case(f"cp.async.{cache} {size} {finish}", "cp.async", body,
+                       {"in": source, "out": np.zeros(32 * size // 4, np.uint32)}, ["out"])
 
 
 def _tensor_copies() -> Iterator[Case]:
@@ -260,15 +314,18 @@ def _wgmma() -> Iterator[Case]:
     for n in (8, 32, 64, 128, 256):
         for span in (0, 32, 64, 128):
             for majors in ("KK", "KM", "MK", "MM"):
-                if (n > 64 and (span not in (0, 128) or majors == "MM")) or (majors[1] == "M" and n * 2 < span):
+                if (n > 64 and span not in (0, 128)) or (majors[1] == "M" and n * 2 < span):
                     continue
                 for exact in (True, False) if n <= 64 else (True,):
                     yield _wgmma_case(n, span, majors, exact, codes[span])
+                    if majors[0] == "K":
+                        yield _wgmma_case(n, span, majors, exact, codes[span], registers=True)
 
 
-def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int) -> Case:
-    """One m64nNk16 product; K 16 fits one span of 32 bytes and up."""
-    name = f"wgmma n{n} swizzle {span} majors {majors} {'integers' if exact else 'random'}"
+def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False) -> Case:
+    """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers."""
+    name = (f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
+            f"{'integers' if exact else 'random'}")
     gen = rng(name)
     k = max(16, span // 2) if "K" in majors else 16
     make = (lambda shape: gen.integers(-8, 9, shape).astype(np.float32)) if exact else (
@@ -284,20 +341,32 @@ def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int) -> Case:
     def descriptor(lead: int, stride: int) -> int:
         return (lead >> 4) << 16 | (stride >> 4) << 32 | code << 62
 
-    registers = ", ".join(f"%r{100 + i}" for i in range(n // 2))
-    transposes = ", ".join("0" if m == "K" else "1" for m in majors)
+    accumulators = ", ".join(f"%r{100 + i}" for i in range(n // 2))
+    transposes = ", ".join("0" if m == "K" else "1" for m in (majors[1] if registers else majors))
+    left, arrays = "%d30", {"in": source}
+    if registers:
+        # Row-major A in global memory: register r holds rows +8 for odd r, columns +8 from r = 2 on.
+        plain = aligned((64, 16), np.uint16)
+        plain[:] = a[:, :16]
+        arrays["a"] = plain
+        left = "{%r80, %r81, %r82, %r83}"
+    arrays["out"] = np.zeros((n // 2, 128), np.float32)
+    target = len(arrays) - 1
     body = SETUP + f"""@%p1 bra WAIT0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {source.size};
 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], {source.size}, [%r2];
 """ + WAIT + f"""and.b32 %r50, %r1, 0x3FFFF; shr.u32 %r51, %r50, 4; cvt.u64.u32 %d30, %r51;
 add.s64 %d31, %d30, {place >> 4};
 or.b64 %d30, %d30, {_signed(descriptor(a_lead, a_stride))}; or.b64 %d31, %d31, {_signed(descriptor(b_lead, b_stride))};
-setp.ne.u32 %p8, 0, 0; wgmma.fence.sync.aligned;
-wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{registers}}}, %d30, %d31, %p8, 1, 1, {transposes};
+shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2; and.b32 %r43, %r41, 3;
+mad.lo.u32 %r44, %r40, 16, %r42; mul.wide.u32 %d40, %r44, 32; mul.wide.u32 %d41, %r43, 4; add.s64 %d40, %d40, %d41;
+add.s64 %d40, %d40, %d1;
+""" + ("".join(f"ld.global.b32 %r{80 + i}, [%d40+{256 * (i % 2) + 16 * (i // 2)}];\n" for i in range(4))
+       if registers else "") + f"""setp.ne.u32 %p8, %r1, %r1; wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {left}, %d31, %p8, 1, 1, {transposes};
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-mul.wide.u32 %d50, %r0, 4; add.s64 %d50, %d50, %d1;
+mul.wide.u32 %d50, %r0, 4; add.s64 %d50, %d50, %d{target};
 """ + "".join(f"st.global.b32 [%d50+{512 * i}], %r{100 + i};\n" for i in range(n // 2))
-    return Case(name, "wgmma", body, {"in": source, "out": np.zeros((n // 2, 128), np.float32)}, ["out"],
-                "bits" if exact else ("absolute", 2e-5), block=128, shared=65600)
+    return Case(name, "wgmma", body, arrays, ["out"], "bits" if exact else ("absolute", 2e-5), block=128, shared=65600)
 
 
 def _signed(value: int) -> int:
@@ -324,7 +393,11 @@ def cases() -> Iterator[Case]:
         for ftz in ("", ".ftz") if name in ("ex2", "lg2", "rcp", "rsqrt", "sqrt") else ("",):
             yield elementwise(f"approximate {name}{ftz}", "approximate", f"{name}.approx{ftz}.f32 %r10, %r1;", 1,
                               check=check, values=values)
+    for name, code in DIVIDE.items():
+        values = [rng(f"{name} {i}").uniform(0.1, 100.0, COUNT).astype(np.float32).view(np.uint32) for i in (0, 1)]
+        yield elementwise(f"approximate {name}", "approximate", code, 2, check=("ulp", 3), values=values)
     yield from _matrix_moves()
+    yield from _copies()
     yield from _tensor_copies()
     yield from _clusters()
     yield from _wgmma()
