@@ -95,6 +95,11 @@ def run_judge(args: argparse.Namespace) -> int:
     return judge.main(args)
 
 
+def run_judge_kernels(args: argparse.Namespace) -> int:
+    from . import judge_kernels
+    return judge_kernels.main(args)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ptx_sim", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -120,6 +125,10 @@ def main() -> int:
     sub.add_argument("file", type=Path)
     sub.add_argument("--device", action="store_true", help="run on the GPU and write the file")
     sub.set_defaults(do=run_judge)
+    sub = commands.add_parser("judge-kernels", help="the same for the project's whole Hopper kernels")
+    sub.add_argument("file", type=Path)
+    sub.add_argument("--device", action="store_true", help="run on the GPU and write the file")
+    sub.set_defaults(do=run_judge_kernels)
     args = parser.parse_args()
     return args.do(args)
 
