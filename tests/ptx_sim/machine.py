@@ -36,7 +36,7 @@ class Deadlock(SimError):
     """No split can run. The message lists every waiting split and what it waits for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AsyncOp:
     """Work of an asynchronous engine: `run` has the memory effects, then the completion (barrier, group)."""
 
@@ -433,6 +433,9 @@ class Machine:
         self.running.append(cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
+        if self.policy is not None:
+            # Work that nobody waited for still completes before the memory is given back.
+            self.policy.flush()
         self.running.remove(cluster)
         self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
