@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .ptx_sim import foreign_dsa as dsa
+from .ptx_sim.observer import Observer
 from .ptx_sim.policies import Delay
 
 REASON = dsa.unavailable()
@@ -94,3 +95,32 @@ def test_results_do_not_depend_on_when_engines_complete(seed: int) -> None:
         assert policy.delayed
         for name in ("out",) if run is dsa.forward else ("dq", "dkv", "d_sink"):
             assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, (run.__name__, name)
+
+
+class Counter(Observer):
+    """Counts the calls of every hook."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("calls", "__class__", "__dict__"):
+            return object.__getattribute__(self, name)
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return object.__getattribute__(self, name)
+
+
+def test_observers_see_everything() -> None:
+    """Every hook is called by some kernel, results stay the same, and operations begin and end in pairs."""
+    seen: dict[str, int] = {}
+    for run, heads, dim in ((dsa.forward, 64, 576), (dsa.forward, 128, 512), (dsa.backward, 64, 512),
+                            (dsa.backward_sm90, 64, 512)):
+        p = dsa.problem(heads, dim, 128, seed=6)
+        counter = Counter()
+        result, plain = run(p, observer=counter), run(p)
+        name = "out" if run is dsa.forward else "dq"
+        assert torch.equal(result.tensors[name], plain.tensors[name])
+        assert counter.calls["begin"] == counter.calls["end"] == counter.calls["issue"]
+        seen |= counter.calls
+    hooks = {name for name in vars(Observer) if not name.startswith("_")}
+    assert hooks - set(seen) <= {"warp_sync"}

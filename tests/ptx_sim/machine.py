@@ -372,6 +372,8 @@ class Machine:
         self._seen: set = set()
         self._shared_pool: list[SharedMemory] = []
         self.progress = 0
+        # The asynchronous operation that runs now, if any.
+        self.current: AsyncOp | None = None
         self.clock = 0
         self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
         memory.add_array("kernel parameters", self.params)
@@ -401,10 +403,23 @@ class Machine:
 
     def submit(self, op: AsyncOp) -> None:
         """Hand work to an asynchronous engine: by default it completes at once."""
+        if self.observer is not None:
+            self.observer.issue(op)
         if self.policy is None:
-            op.run()
+            self.execute(op)
         else:
             self.policy.submit(self, op)
+
+    def execute(self, op: AsyncOp) -> None:
+        """Run an operation; until it ends, accesses are its own."""
+        outer, self.current = self.current, op
+        if self.observer is None:
+            op.run()
+        else:
+            self.observer.begin(op)
+            op.run()
+            self.observer.end(op)
+        self.current = outer
 
     def wake(self, what: Waitable) -> None:
         self.progress += 1

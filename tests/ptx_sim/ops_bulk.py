@@ -44,6 +44,14 @@ def observe(split: Split, index: int, space: str, address: int, size: int, kind:
         split.machine.observer.bulk(split, index, space, address, size, kind)
 
 
+def complete(split: Split, index: int, address: int, size: int) -> None:
+    """Complete bytes on the barrier at a shared address."""
+    barrier = find(split, address)
+    if split.machine.observer is not None:
+        split.machine.observer.mbarrier_complete(split, index, barrier, size)
+    barrier.complete(size)
+
+
 # Plain bulk copies ----------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +82,7 @@ def bulk_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, so
             for spot, signal in spots:
                 observe(split, index, "shared", spot, count, "write")
                 cluster.shared.bytes_at(spot, count)[:] = data
-                find(split, signal).complete(count)
+                complete(split, index, signal, count)
 
         split.machine.submit(AsyncOp("bulk", run, split, index))
 
@@ -111,7 +119,7 @@ def bulk_reduce_shared(split: Split, mask: np.ndarray, index: int, target: np.nd
 
         def run(count: int = count, where: int = where, origin: int = origin, bar: int = bar) -> None:
             reduce_into(shared.bytes_at(where, count), shared.bytes_at(origin, count).copy(), reduction, kind)
-            find(split, bar).complete(count)
+            complete(split, index, bar, count)
 
         split.machine.submit(AsyncOp("bulk", run, split, index))
 
@@ -230,7 +238,7 @@ def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
                 cluster.shared.check(spot, data.size, "tensor load")
                 observe(split, index, "shared", spot, data.size, "write")
                 scatter_chunks(cluster.shared, tmap, spot, data)
-                find(split, signal).complete(data.size)
+                complete(split, index, signal, data.size)
 
         split.machine.submit(AsyncOp("tensor load", run, split, index))
 
@@ -326,7 +334,7 @@ def _store_async(split: Split, mask: np.ndarray, index: int, target: np.ndarray,
                 reduce_into(out, cells[lane], reduction, kind)
             else:
                 out[:] = cells[lane]
-            find(split, int(barrier[lane])).complete(cells.shape[1])
+            complete(split, index, int(barrier[lane]), cells.shape[1])
 
     split.machine.submit(AsyncOp("st.async", run, split, index))
 
@@ -366,7 +374,7 @@ def _try_cancel(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
         for rank in ranks:
             spot = (rank << RANK_SHIFT) | (where & OFFSET_MASK)
             cluster.shared.bytes_at(spot, 16)[:] = words
-            find(split, (rank << RANK_SHIFT) | (bar & OFFSET_MASK)).complete(16)
+            complete(split, index, (rank << RANK_SHIFT) | (bar & OFFSET_MASK), 16)
 
     machine.submit(AsyncOp("cluster launch control", run, split, index))
 

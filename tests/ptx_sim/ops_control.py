@@ -109,6 +109,8 @@ def barrier_sync(split: Split, mask: np.ndarray, index: int, number: np.ndarray,
         if barrier.generation == generation:
             return split.park(barrier)
         split.state = None
+        if split.machine.observer is not None:
+            split.machine.observer.barrier_done(split, mask, index, barrier)
         return False
     if not mask.any():
         return False
@@ -134,6 +136,8 @@ def barrier_sync(split: Split, mask: np.ndarray, index: int, number: np.ndarray,
     if wait and barrier.generation == generation:
         split.state = (barrier, generation)
         return split.park(barrier)
+    if wait and observer is not None:
+        observer.barrier_done(split, mask, index, barrier)
     return False
 
 
@@ -207,7 +211,7 @@ def cluster_wait(split: Split, mask: np.ndarray, index: int) -> bool:
         warp.cluster_waits = split.state
     split.state = None
     if split.machine.observer is not None:
-        split.machine.observer.cluster_wait(split, mask, index)
+        split.machine.observer.cluster_wait(split, mask, index, barrier)
     return False
 
 

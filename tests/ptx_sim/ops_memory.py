@@ -221,3 +221,5 @@ def cp_async_group(emit: Emit, instr: Instr) -> None:
 def _group(split: Split, mask: np.ndarray, index: int, action: str, count: int) -> None:
     if split.machine.policy is not None:
         split.machine.policy.group(split, "cp.async", action, count)
+    if split.machine.observer is not None:
+        split.machine.observer.cp_async_group(split, mask, index, action, count)

@@ -225,6 +225,8 @@ def ld(emit: Emit, instr: Instr) -> None:
     operands = list(instr.operands)
     items = _items(operands.pop(0))
     reduced = operands.pop(0) if instr.has("red") else None
+    if reduced is not None and emit.program.module.target.startswith("sm_100"):
+        raise PtxError("tcgen05.ld.red does not exist on sm_100 (ptxas refuses it; sm_103 has it)")
     address = emit.address(operands[0], "u32")
     half = operands[1].value if len(operands) > 1 else 0
     rows = emit.value(_load, address, repr(shape), str(count), str(instr.has("pack::16b")), str(half))

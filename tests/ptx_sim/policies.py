@@ -56,7 +56,7 @@ class Delay:
         op = queue.popleft()
         if not queue:
             del self.queues[key]
-        op.run()
+        op.split.machine.execute(op)
 
     def _finish(self, op: AsyncOp) -> None:
         """Run an operation and whatever must come before it."""
