@@ -14,19 +14,14 @@ from pathlib import Path
 
 from .launch import Launch
 from .machine import Report
-from .translate import Program
 
 WITNESSES = Path(__file__).with_name("witnesses.json")
 JUDGED = Path(__file__).with_name("judged_forms.json")
 
 
-def executed_forms(program: Program, report: Report) -> list[str]:
-    """Opcode forms of executed instructions, and the run-time forms of the report."""
-    forms = set(report.forms)
-    for block, visits in zip(program.blocks, report.visits, strict=True):
-        if visits:
-            forms.update(normal(instr.op) for instr in program.code[block.first:block.last])
-    return sorted(forms)
+def executed_forms(report: Report) -> list[str]:
+    """Opcode forms of executed instructions, and the run-time forms."""
+    return sorted(report.forms | {normal(op) for op in report.opcodes})
 
 
 def normal(op: str) -> str:
@@ -45,10 +40,7 @@ def normal(op: str) -> str:
 
 def forms_of(launch: Launch, **options: object) -> list[str]:
     """Run a launch and list the forms that it executed."""
-    from .machine import Machine
-    memory = launch.memory()
-    program = launch.program(memory)
-    return executed_forms(program, Machine(program, launch, memory, **options).run())
+    return executed_forms(launch.run(**options))
 
 
 def record(kernels: dict[str, list[Launch]]) -> dict:

@@ -22,7 +22,6 @@ import numpy as np
 from . import coverage, tensormap
 from .judge_cases import Case, cases
 from .launch import Launch, tensor_entry
-from .machine import Machine
 from .memory import SimError
 from .parser import PtxError
 from .testing import ptx
@@ -166,11 +165,8 @@ def launch_of(case: Case) -> Launch:
 
 def simulate(case: Case) -> tuple[dict[str, np.ndarray], list[str]]:
     """Outputs and executed forms of a case, in the simulator."""
-    launch = launch_of(case)
-    memory = launch.memory()
-    program = launch.program(memory)
-    report = Machine(program, launch, memory, resident=4).run()
-    return {name: case.arrays[name] for name in case.outputs}, coverage.executed_forms(program, report)
+    report = launch_of(case).run(resident=4)
+    return {name: case.arrays[name] for name in case.outputs}, coverage.executed_forms(report)
 
 
 def differs(got: np.ndarray, want: np.ndarray, check: object) -> str | None:

@@ -346,6 +346,7 @@ class Report:
     visits: list = field(default_factory=list)
     # Forms that only show at run time: matrix shapes and layouts, tensor-map boxes.
     forms: set = field(default_factory=set)
+    opcodes: set = field(default_factory=set)
 
     @property
     def microseconds_per_instruction(self) -> float:
@@ -463,6 +464,7 @@ class Machine:
             self._run()
         self.report.seconds = time.perf_counter() - start
         sizes = self.program.block_sizes
+        self.report.opcodes = self.program.executed_opcodes(self.report.visits)
         self.report.warp_instructions = sum(n * size for n, size in zip(self.report.visits, sizes, strict=True))
         return self.report
 

@@ -461,6 +461,4 @@ def parse(text: str) -> Module:
     for base, chunk in outside:
         for match in _MODULE_VARIABLE.finditer(chunk):
             module.variables.append(parse_variable(match.group(1), text.count("\n", 0, base + match.start(1)) + 1))
-    if re.search(r"(?m)^\s*(?:\.visible\s+|\.weak\s+)?\.func\b", text):
-        module.variables.append(Variable("__has_functions__", "note", 1, 0))
     return module

@@ -591,12 +591,10 @@ class Program:
     def where_block(self, block: int) -> str:
         return self.where(self.blocks[block].first)
 
-    def opcodes(self) -> dict[str, int]:
-        """Opcode form -> number of static uses."""
-        found: dict[str, int] = {}
-        for instr in self.code:
-            found[instr.op] = found.get(instr.op, 0) + 1
-        return found
+    def executed_opcodes(self, visits: list[int]) -> set[str]:
+        """Opcodes with modifiers of the blocks that were visited."""
+        return {instr.op for block, count in zip(self.blocks, visits, strict=True) if count
+                for instr in self.code[block.first:block.last]}
 
 
 def pack64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
