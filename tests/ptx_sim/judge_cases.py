@@ -210,7 +210,7 @@ setp.lt.u32 %p5, %r10, WORDS; @%p5 bra DUMP;
 def _copies() -> Iterator[Case]:
     """cp.async of every size, with zero-fill past the source size, completing on an mbarrier or a group."""
     for size, cache in ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")):
-        for finish in ("group", "noinc"):
+        for finish in ("group", "all", "noinc"):
             source = aligned(32 * size, np.uint8)
             source[:] = rng(f"cp.async {size}").integers(1, 256, source.size)
             body = f"""mov.u32 %r0, %tid.x; mov.b32 %r1, smem; add.s32 %r2, %r1, 1024; setp.ne.u32 %p1, %r0, 0;
@@ -221,6 +221,8 @@ cp.async.{cache}.shared.global [%r3], [%d10], {size}, %r5;
 """
             if finish == "group":
                 body += "cp.async.commit_group; cp.async.wait_group 0; bar.warp.sync -1;\n"
+            elif finish == "all":
+                body += "cp.async.wait_all; bar.warp.sync -1;\n"
             else:
                 body += ("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r2];\n"
                          "WAIT0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0; @!%p4 bra WAIT0;\n")
