@@ -199,6 +199,12 @@ END:
     assert "warp 1 waits for named barrier 2: 32 of 96 threads arrived" in text
 
 
+def test_livelock_is_reported() -> None:
+    with pytest.raises(Deadlock, match=r"5 time slices without progress: CTA .* warp 0 spins at PTX line"):
+        run("SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
+            {"flag": np.zeros(1, np.uint32)}, limit=5)
+
+
 # Barriers and asynchronous copies -------------------------------------------------------------------------------------
 
 
@@ -265,6 +271,12 @@ red.global.max.u32 [%d0+4], %r0; atom.global.cas.b32 %r6, [%d0+8], 0, %r0; atom.
 """, {"total": total, "slots": slots})
     assert total.tolist() == [64, 31, 1, 31]
     assert sorted(slots.tolist()) == list(range(0, 64, 2))
+
+
+def test_clocks_advance() -> None:
+    (out,) = unary("mov.u32 %r1, %clock; mov.u64 %d9, %globaltimer; mov.u32 %r2, %clock; sub.u32 %r100, %r2, %r1;\n",
+                   [A])
+    assert (out > 0).all()
 
 
 def test_parser_scopes_and_lines() -> None:

@@ -32,6 +32,16 @@ def test_forward(heads: int, dim: int, slots: int, ragged: bool) -> None:
     assert not result.reports[0].findings
 
 
+def test_float16() -> None:
+    """fp16 keeps 11 bits, so the bound is eight times tighter."""
+    p = dsa.problem(64, 576, 128, seed=7, dtype=torch.float16)
+    truth = dsa.oracle(p)
+    assert dsa.relative_error(dsa.forward(p).tensors["out"], truth["out"]) < BF16_ERROR / 8
+    found = dsa.backward(p).tensors
+    for name in ("dq", "dkv", "d_sink"):
+        assert dsa.relative_error(found[name], truth[name]) < BF16_ERROR / 8, name
+
+
 def test_forward_of_an_empty_row() -> None:
     p = dsa.problem(64, 512, 128)
     p.lengths[1] = 0

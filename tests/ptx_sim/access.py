@@ -199,18 +199,20 @@ def atomic(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtyp
     """atom/red on scalars, one lane after the other; returns the old values."""
     kind = np.dtype(dtype)
     old = np.zeros(32, kind)
-    split.machine.progress += 1
     for lane, cell in enumerate(_cells(split, mask, index, address, kind.itemsize, space)):
         if cell is None:
             continue
         view = cell.view(kind)
-        current = view[0]
+        current = view[0].copy()
         old[lane] = current
         if name == "cas":
             if current == sources[0][lane]:
                 view[0] = sources[1][lane]
         else:
             view[0] = ATOMICS[name](current, sources[0][lane])
+        if view[0] != current:
+            # A spin on an unchanged lock is no progress.
+            split.machine.progress += 1
     return old
 
 

@@ -51,7 +51,7 @@ class Problem:
 
 
 def problem(heads: int, dim: int, slots: int, tokens: int = 2, rows: int = 256, seed: int = 0,
-            ragged: bool = False) -> Problem:
+            ragged: bool = False, dtype: torch.dtype = torch.bfloat16) -> Problem:
     """Random inputs; `ragged` adds invalid indices at head, middle and tail, repeats and short rows."""
     gen = torch.Generator().manual_seed(seed)
     indices = torch.randint(0, rows, (tokens, slots), dtype=torch.int32, generator=gen)
@@ -61,9 +61,9 @@ def problem(heads: int, dim: int, slots: int, tokens: int = 2, rows: int = 256, 
         indices[:, 1:9] = indices[:, 10:11]
         indices[0, slots // 2:slots // 2 + 70] = -1
         lengths[-1] = slots // 3
-    return Problem(torch.randn(tokens, heads, dim, generator=gen).bfloat16(),
-                   torch.randn(rows, dim, generator=gen).bfloat16(), indices, lengths,
-                   torch.randn(heads, generator=gen), torch.randn(tokens, heads, 512, generator=gen).bfloat16(),
+    return Problem(torch.randn(tokens, heads, dim, generator=gen).to(dtype),
+                   torch.randn(rows, dim, generator=gen).to(dtype), indices, lengths,
+                   torch.randn(heads, generator=gen), torch.randn(tokens, heads, 512, generator=gen).to(dtype),
                    dim ** -0.5)
 
 
@@ -89,15 +89,15 @@ def oracle(p: Problem, out: torch.Tensor | None = None) -> dict[str, torch.Tenso
 
 
 @functools.cache
-def _compiled_forward(heads: int, dim: int) -> object:
+def _compiled_forward(heads: int, dim: int, dtype: torch.dtype) -> object:
     capture_cute.prepare()
     import cuda.bindings.driver as cuda
     import cutlass
     from cudnn.deepseek_sparse_attention.sparse_attention_forward._interface_sm100 import _kernel_variant, _make_kernel
     from cudnn.deepseek_sparse_attention.utils.tensor_conversion import to_cute_tensor
     from cutlass import cute
-    p = problem(heads, dim, 128)
-    out, stats = torch.empty(2, heads, 512, dtype=torch.bfloat16), torch.empty(2, heads)
+    p = problem(heads, dim, 128, dtype=dtype)
+    out, stats = torch.empty(2, heads, 512, dtype=dtype), torch.empty(2, heads)
     kernel = _make_kernel(_kernel_variant(heads, dim), dim, 0)
     tensors = [to_cute_tensor(CudaView(x), divisibility=x.shape[-1]) for x in (p.q, p.kv)]
     tensors.append(to_cute_tensor(CudaView(p.indices), assumed_align=4))
@@ -112,9 +112,9 @@ def _compiled_forward(heads: int, dim: int) -> object:
 def forward(p: Problem, run: bool = True, **options: object) -> Result:
     """The forward kernel for p's heads and head dim. Outputs start as NaN."""
     tokens, heads, dim = p.q.shape
-    function = _compiled_forward(heads, dim)
+    function = _compiled_forward(heads, dim, p.q.dtype)
     tensors = {"q": p.q, "kv": p.kv, "indices": p.indices,
-               "out": torch.full((tokens, heads, 512), math.nan, dtype=torch.bfloat16),
+               "out": torch.full((tokens, heads, 512), math.nan, dtype=p.q.dtype),
                "max": torch.full((tokens, heads), math.nan), "lse": torch.full((tokens, heads), math.nan),
                "sink": p.sink, "lengths": p.lengths}
     recorder = Recorder(run=run)
@@ -126,18 +126,19 @@ def forward(p: Problem, run: bool = True, **options: object) -> Result:
 
 
 @functools.cache
-def _compiled_backward(heads: int, dim: int, slots: int, deterministic: bool) -> tuple:
+def _compiled_backward(heads: int, dim: int, slots: int, deterministic: bool, dtype: torch.dtype) -> tuple:
     capture_cute.prepare()
     import cuda.bindings.driver as cuda
     import cutlass
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100 as interface
     from cudnn.deepseek_sparse_attention.utils.tensor_conversion import to_cute_tensor
     from cutlass import cute
-    backend, tile = interface._select_sm100_backend(heads, dim, head_dim_v=512, dtype=torch.bfloat16, max_topk=slots,
+    backend, tile = interface._select_sm100_backend(heads, dim, head_dim_v=512, dtype=dtype, max_topk=slots,
                                                     device_capability=(10, 0), deterministic=deterministic)
     kernel_class = interface._get_sm100_kernel_class(backend, deterministic, 2, 256, dim, heads)
-    kernel = kernel_class(element_dtype=cutlass.BFloat16, head_dim=dim, head_dim_v=512, block_tile=tile, max_topk=slots)
-    p = problem(heads, dim, slots)
+    element = interface.torch2cute_dtype_map[dtype]
+    kernel = kernel_class(element_dtype=element, head_dim=dim, head_dim_v=512, block_tile=tile, max_topk=slots)
+    p = problem(heads, dim, slots, dtype=dtype)
 
     def convert(x: torch.Tensor, **how: object) -> object:
         return to_cute_tensor(CudaView(x), **how)
@@ -161,11 +162,11 @@ def backward(p: Problem, deterministic: bool = False, run: bool = True, **option
     """The backward chain for p, from the oracle's rounded out and lse. Outputs and workspaces start as NaN."""
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100_common as common
     tokens, heads, dim = p.q.shape
-    function, backend, _ = _compiled_backward(heads, dim, p.indices.shape[1], deterministic)
+    function, backend, _ = _compiled_backward(heads, dim, p.indices.shape[1], deterministic, p.q.dtype)
     shapes = common._workspace_shapes_sm100(tokens, len(p.kv), dim, heads, deterministic, backend)
     truth = oracle(p)
     lse = truth["lse"].float().contiguous()
-    tensors = {"q": p.q, "kv": p.kv, "out": truth["out"].bfloat16(), "dout": p.dout, "lse": lse, "sink": p.sink,
+    tensors = {"q": p.q, "kv": p.kv, "out": truth["out"].to(p.q.dtype), "dout": p.dout, "lse": lse, "sink": p.sink,
                "indices": p.indices, "lengths": p.lengths, "dq": torch.full_like(p.q, math.nan),
                "dkv": torch.full_like(p.kv, math.nan), "d_sink": torch.zeros(heads),
                "workspace lse": torch.full(tuple(shapes[0]), 255, dtype=torch.uint8),
@@ -278,6 +279,9 @@ def all_kernels() -> dict[str, list]:
     for heads, dim in FORWARD:
         p = problem(heads, dim, 128, ragged=True)
         found[f"{WHEEL} DSA forward SM100 H{heads} D{dim}"] = forward(p).launches
+    p = problem(64, 576, 128, dtype=torch.float16)
+    found[f"{WHEEL} DSA forward SM100 H64 D576 fp16"] = forward(p).launches
+    found[f"{WHEEL} DSA backward SM100 H64 D576 fp16"] = backward(p).launches
     for heads, dim, deterministic in BACKWARD:
         p = problem(heads, dim, 128)
         name = f"{WHEEL} DSA backward SM100 H{heads} D{dim}{' deterministic' if deterministic else ''}"

@@ -357,7 +357,7 @@ class Machine:
     """Runs one launch of a translated program."""
 
     def __init__(self, program, launch, memory: GlobalMemory, resident: int = 1, observer: object = None,
-                 policy: object = None, limit: int = 0) -> None:
+                 policy: object = None, limit: int = 3000) -> None:
         self.program = program
         self.launch = launch
         self.memory = memory
@@ -376,6 +376,8 @@ class Machine:
         # The asynchronous operation that runs now, if any.
         self.current: AsyncOp | None = None
         self.clock = 0
+        self._slice_mark = -1
+        self.ticks = 0
         self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
         memory.add_array("kernel parameters", self.params)
         gx, gy, gz = launch.grid
@@ -421,6 +423,11 @@ class Machine:
             op.run()
             self.observer.end(op)
         self.current = outer
+
+    def tick(self) -> int:
+        """A clock that advances with every read, for %clock and %globaltimer."""
+        self.ticks += 32
+        return self.ticks
 
     def wake(self, what: Waitable) -> None:
         self.progress += 1
@@ -545,15 +552,19 @@ class Machine:
                     split.pc = pc
                     self.ready.append(split)
                     return
+        except Deadlock:
+            raise
         except (PtxError, IndexError, KeyError, ValueError, TypeError, ZeroDivisionError, OverflowError,
                 AttributeError, NameError) as error:
             raise self.locate(error, split, pc) from error
 
     def _slice(self, split: Split) -> None:
-        self.clock += 1
-        if self.limit and self.clock > self.limit:
-            raise SimError(f"still running after {self.limit} time slices: {split.warp.name} at "
-                           f"{self.program.where_block(split.pc)}")
+        """A split has used its slice. Too many in a row without any barrier or atomic moving is a livelock."""
+        self.clock = self.clock + 1 if self._slice_mark == self.progress else 0
+        self._slice_mark = self.progress
+        if self.clock > self.limit:
+            raise Deadlock(f"{self.limit} time slices without progress: {split.warp.name} spins at "
+                           f"{self.program.where_block(split.pc)}\n{self.deadlock_report()}")
         self.ready.append(split)
 
     def locate(self, error: BaseException, split: Split, pc: int) -> SimError:
@@ -569,12 +580,12 @@ class Machine:
         return SimError(f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes}")
 
     def deadlock_report(self) -> str:
-        lines = ["deadlock: nothing can run"]
+        lines = ["deadlock: nothing can run" if not self.ready else "waiting:"]
         for cluster in self.running:
             for cta in cluster.ctas:
                 for warp in cta.warps:
                     for split in warp.splits:
-                        waits = split.wait.describe() if split.wait is not None else "nothing (lost wake-up)"
+                        waits = split.wait.describe() if split.wait is not None else "its turn"
                         lanes = "" if split.full else f" lanes {np.flatnonzero(split.mask).tolist()}"
                         lines.append(f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
                                      f"    at {self.program.where_block(split.pc)}")

@@ -95,7 +95,7 @@ def candidates(program: Program, visits: list[int]) -> list[Mutant]:
 class Laboratory:
     """Runs mutants of one launch from the same initial memory."""
 
-    def __init__(self, launch: Launch, limit: int = 3000) -> None:
+    def __init__(self, launch: Launch, limit: int = 50) -> None:
         self.launch = launch
         self.limit = limit
         self.memory = launch.memory()
