@@ -7,6 +7,7 @@ and launch calls); `Recorder` collects what reaches cudaLaunchKernelEx.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -37,6 +38,8 @@ def available() -> str | None:
     from importlib.util import find_spec
     if find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
+    if _shim is None and "cutlass" in sys.modules:
+        return "cutlass was imported before capture_cute.prepare() could choose the runtime"
     return None
 
 
@@ -48,6 +51,7 @@ def prepare(arch: str = "sm_100a") -> Path:
     if "cutlass" in sys.modules:
         raise RuntimeError("prepare() must run before cutlass is imported: it chooses the runtime library")
     folder = Path(tempfile.mkdtemp(prefix="ptx_sim_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "lib" / SHIM_NAME
     library.parent.mkdir()
     compiler = shutil.which("gcc") or shutil.which("cc")

@@ -8,6 +8,7 @@ the options that TileLang compiles it with.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -42,6 +43,8 @@ def available() -> str | None:
             return f"no {tool}"
     if find_spec("tilelang") is None:
         return "tilelang is not installed"
+    if not _shims and "tilelang" in sys.modules:
+        return "tilelang was imported before capture_tilelang.prepare() could load the stand-in driver"
     return None
 
 
@@ -52,6 +55,7 @@ def prepare() -> None:
     if "tilelang" in sys.modules:
         raise RuntimeError("prepare() must run before tilelang is imported: its stubs look for libcuda.so.1 once")
     folder = Path(tempfile.mkdtemp(prefix="ptx_sim_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.setdefault("TILELANG_CACHE_DIR", str(folder / "cache"))
     os.environ["TILELANG_DISABLE_CACHE"] = "1"
     for name in ("libcuda.so.1", "libcudart.so"):

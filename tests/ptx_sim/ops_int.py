@@ -208,7 +208,8 @@ def prmt(emit: Emit, instr: Instr) -> None:
 
 
 def _popc(split: object, mask: object, index: int, a: np.ndarray) -> np.ndarray:
-    return np.bitwise_count(a).astype(np.uint32)
+    # numpy has bitwise_count only from 2.0 on.
+    return np.unpackbits(a.view(np.uint8).reshape(32, -1), axis=1).sum(1).astype(np.uint32)
 
 
 def _clz(split: object, mask: object, index: int, a: np.ndarray) -> np.ndarray:
