@@ -191,9 +191,7 @@ class Explanation:
     def __str__(self) -> str:
         if not self.ok:
             return f"cannot run: {self.reason}"
-        lines = [f"backend   {self.backend} ({self.reason})"]
-        if self.backend != dispatch.REFERENCE:
-            lines += [f"config    {self.config}", f"table     {self.table_row}"]
+        lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
         return "\n".join(lines + ([f"warning   {self.warning}"] if self.warning else []))
 
 
