@@ -41,7 +41,7 @@ $(VENV)/.run-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
+	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev,hopper,sim]"
 	touch $@
 
 clean:

@@ -41,12 +41,13 @@ INTEGER = {
     "shl.b32 %r100, %r1, %r2;": lambda a, b, c: a << b if b < 32 else 0,
     "shr.u32 %r100, %r1, %r2;": lambda a, b, c: a >> min(b, 32),
     "shr.s32 %r100, %r1, %r2;": lambda a, b, c: signed(a) >> min(b, 31),
-    "shf.l.wrap.b32 %r100, %r1, %r2, %r3;": lambda a, b, c: ((((b << 32) | a) << (c & 31)) >> 32),
-    "shf.r.clamp.b32 %r100, %r1, %r2, %r3;": lambda a, b, c: (((b << 32) | a) >> min(c, 32)),
+    "shf.l.wrap.b32 %r100, %r1, %r2, %r3;": lambda a, b, c: (((b << 32) | a) << (c & 31)) >> 32,
+    "shf.r.clamp.b32 %r100, %r1, %r2, %r3;": lambda a, b, c: ((b << 32) | a) >> min(c, 32),
     "bfe.u32 %r100, %r1, 5, 9;": lambda a, b, c: (a >> 5) & 511,
     "bfi.b32 %r100, %r1, %r2, 4, 8;": lambda a, b, c: (b & ~0xFF0) | ((a & 0xFF) << 4),
     "prmt.b32 %r100, %r1, %r2, 0x7531;": lambda a, b, c: int.from_bytes(
-        (a.to_bytes(4, "little") + b.to_bytes(4, "little"))[1::2], "little"),
+        (a.to_bytes(4, "little") + b.to_bytes(4, "little"))[1::2], "little"
+    ),
     "popc.b32 %r100, %r1;": lambda a, b, c: a.bit_count(),
     "clz.b32 %r100, %r1;": lambda a, b, c: 32 - a.bit_length(),
     "brev.b32 %r100, %r1;": lambda a, b, c: int(f"{a:032b}"[::-1], 2),
@@ -72,17 +73,19 @@ def test_integer_instructions(code: str) -> None:
 
 
 def test_predicated_instructions_leave_other_lanes() -> None:
-    (out,) = unary("mov.b32 %r100, 7; setp.gt.u32 %p1, %r0, 9; @%p1 add.u32 %r100, %r100, %r0; "
-                   "@!%p1 mov.b32 %r100, 3;\n", [A])
+    (out,) = unary(
+        "mov.b32 %r100, 7; setp.gt.u32 %p1, %r0, 9; @%p1 add.u32 %r100, %r100, %r0; @!%p1 mov.b32 %r100, 3;\n", [A]
+    )
     assert out.tolist() == [3] * 10 + [7 + i for i in range(10, 32)]
 
 
 def test_float_rounding() -> None:
     """fma rounds once; cvt.rn.bf16x2 rounds to even and keeps NaN."""
     a, b, c = (RNG.standard_normal(32).astype(np.float32) for _ in range(3))
-    a[0], b[0], c[0] = np.float32(1 + 2 ** -12), np.float32(1 + 2 ** -12), np.float32(-1)
+    a[0], b[0], c[0] = np.float32(1 + 2**-12), np.float32(1 + 2**-12), np.float32(-1)
     (out,) = unary("fma.rn.f32 %r100, %r1, %r2, %r3;\n", [x.view(np.uint32) for x in (a, b, c)])
     from fractions import Fraction
+
     for got, x, y, z in zip(out.view(np.float32), a, b, c, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
         near = [Fraction(float(v)) for v in (np.nextafter(got, np.float32(-9)), got, np.nextafter(got, np.float32(9)))]
@@ -126,27 +129,42 @@ END: bar.warp.sync -1;
 
 def test_exit_of_some_lanes() -> None:
     out = np.zeros(32, np.uint32)
-    run(LANE + lane_address(0, 10) + """setp.lt.u32 %p1, %r0, 8; @%p1 exit;
+    run(
+        LANE
+        + lane_address(0, 10)
+        + """setp.lt.u32 %p1, %r0, 8; @%p1 exit;
 mov.b32 %r2, 1; st.global.b32 [%d10], %r2; vote.sync.ballot.b32 %r3, 1, -1; st.global.b32 [%d10], %r3;
-""", {"out": out})
+""",
+        {"out": out},
+    )
     assert out.tolist() == [0] * 8 + [0xFFFFFF00] * 24
 
 
-@pytest.mark.parametrize(("mode", "truth"), [
-    ("idx.b32 %r100, %r0, 3, 31", [3] * 32), ("up.b32 %r100, %r0, 1, 0", [0, *range(31)]),
-    ("down.b32 %r100, %r0, 2, 31", [*range(2, 32), 30, 31]), ("bfly.b32 %r100, %r0, 1, 31", [i ^ 1 for i in range(32)]),
-    ("idx.b32 %r100, %r0, 1, 6175", [(i & 24) + 1 for i in range(32)])])
+@pytest.mark.parametrize(
+    ("mode", "truth"),
+    [
+        ("idx.b32 %r100, %r0, 3, 31", [3] * 32),
+        ("up.b32 %r100, %r0, 1, 0", [0, *range(31)]),
+        ("down.b32 %r100, %r0, 2, 31", [*range(2, 32), 30, 31]),
+        ("bfly.b32 %r100, %r0, 1, 31", [i ^ 1 for i in range(32)]),
+        ("idx.b32 %r100, %r0, 1, 6175", [(i & 24) + 1 for i in range(32)]),
+    ],
+)
 def test_shuffles(mode: str, truth: list) -> None:
     (out,) = unary(f"shfl.sync.{mode}, -1;\n", [A])
     assert out.tolist() == truth
 
 
 def test_redux_elect_match() -> None:
-    total, leader = unary("""redux.sync.add.u32 %r100, %r0, -1; setp.gt.u32 %p2, %r0, 4; mov.b32 %r101, 0;
+    total, leader = unary(
+        """redux.sync.add.u32 %r100, %r0, -1; setp.gt.u32 %p2, %r0, 4; mov.b32 %r101, 0;
 @!%p2 bra OUT;
 elect.sync %r5|%p1, 0xFFFFFFE0; @%p1 mov.b32 %r101, %r0;
 OUT:
-""", [A], out=2)
+""",
+        [A],
+        out=2,
+    )
     assert (total == 31 * 16).all()
     assert leader.tolist() == [0] * 5 + [5] + [0] * 26
 
@@ -154,15 +172,19 @@ OUT:
 # Memory checks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("code", "words"), [
-    ("ld.global.b32 %r1, [%d0+128];", ["load of 4 bytes out of range", "0 bytes past the end of rows", "line"]),
-    ("ld.global.b32 %r1, [%d0+2];", ["misaligned", "byte 2 of rows"]),
-    ("st.global.v4.b32 [%d0+120], {%r1, %r1, %r1, %r1};", ["store of 16 bytes misaligned"]),
-    ("mov.b32 %r1, 5000; ld.shared.b32 %r2, [%r1+1024];", ["load of 4 bytes out of range", "offset 6024 of 5120"]),
-    ("mov.b32 %r1, smem; st.shared.v2.b32 [%r1+4], {%r1, %r1};", ["misaligned", "byte 4 of smem"]),
-    ("mov.b32 %r1, smem; mbarrier.arrive.shared.b64 _, [%r1];", ["no mbarrier was initialised", "smem"]),
-    ("bar.sync 1, 48;", ["no multiple of the warp size"]),
-    ("trap;", ["trap executed"])])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("ld.global.b32 %r1, [%d0+128];", ["load of 4 bytes out of range", "0 bytes past the end of rows", "line"]),
+        ("ld.global.b32 %r1, [%d0+2];", ["misaligned", "byte 2 of rows"]),
+        ("st.global.v4.b32 [%d0+120], {%r1, %r1, %r1, %r1};", ["store of 16 bytes misaligned"]),
+        ("mov.b32 %r1, 5000; ld.shared.b32 %r2, [%r1+1024];", ["load of 4 bytes out of range", "offset 6024 of 5120"]),
+        ("mov.b32 %r1, smem; st.shared.v2.b32 [%r1+4], {%r1, %r1};", ["misaligned", "byte 4 of smem"]),
+        ("mov.b32 %r1, smem; mbarrier.arrive.shared.b64 _, [%r1];", ["no mbarrier was initialised", "smem"]),
+        ("bar.sync 1, 48;", ["no multiple of the warp size"]),
+        ("trap;", ["trap executed"]),
+    ],
+)
 def test_bad_accesses_name_the_buffer_and_the_line(code: str, words: list) -> None:
     array = aligned(32, np.uint32)
     with pytest.raises(SimError) as caught:
@@ -201,8 +223,11 @@ END:
 
 def test_livelock_is_reported() -> None:
     with pytest.raises(Deadlock, match=r"5 time slices without progress: CTA .* warp 0 spins at PTX line"):
-        run("SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
-            {"flag": np.zeros(1, np.uint32)}, limit=5)
+        run(
+            "SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
+            {"flag": np.zeros(1, np.uint32)},
+            limit=5,
+        )
 
 
 # Barriers and asynchronous copies -------------------------------------------------------------------------------------
@@ -230,8 +255,11 @@ END:
 
 def test_too_many_arrivals() -> None:
     with pytest.raises(SimError, match="32 arrivals at an mbarrier that expects 4 more"):
-        run("""mov.b32 %r1, smem; elect.sync %r9|%p1, -1; @%p1 mbarrier.init.shared.b64 [%r1], 4;
-mbarrier.arrive.shared.b64 %d9, [%r1];""", {})
+        run(
+            """mov.b32 %r1, smem; elect.sync %r9|%p1, -1; @%p1 mbarrier.init.shared.b64 [%r1], 4;
+mbarrier.arrive.shared.b64 %d9, [%r1];""",
+            {},
+        )
 
 
 def test_cluster_shared_memory() -> None:
@@ -266,16 +294,22 @@ END:
 
 def test_atomics() -> None:
     total, slots = np.zeros(4, np.uint32), np.zeros(32, np.uint32)
-    run(LANE + lane_address(1, 10) + """atom.global.add.u32 %r5, [%d0], 2; st.global.b32 [%d10], %r5;
+    run(
+        LANE
+        + lane_address(1, 10)
+        + """atom.global.add.u32 %r5, [%d0], 2; st.global.b32 [%d10], %r5;
 red.global.max.u32 [%d0+4], %r0; atom.global.cas.b32 %r6, [%d0+8], 0, %r0; atom.global.exch.b32 %r7, [%d0+12], %r0;
-""", {"total": total, "slots": slots})
+""",
+        {"total": total, "slots": slots},
+    )
     assert total.tolist() == [64, 31, 1, 31]
     assert sorted(slots.tolist()) == list(range(0, 64, 2))
 
 
 def test_clocks_advance() -> None:
-    (out,) = unary("mov.u32 %r1, %clock; mov.u64 %d9, %globaltimer; mov.u32 %r2, %clock; sub.u32 %r100, %r2, %r1;\n",
-                   [A])
+    (out,) = unary(
+        "mov.u32 %r1, %clock; mov.u64 %d9, %globaltimer; mov.u32 %r2, %clock; sub.u32 %r100, %r2, %r1;\n", [A]
+    )
     assert (out > 0).all()
 
 

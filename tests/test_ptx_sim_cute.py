@@ -34,8 +34,12 @@ def double(source, target):
 @pytest.fixture(scope="module")
 def compiled() -> object:
     x, y = torch.zeros(16, 64).bfloat16(), torch.zeros(16, 64)
-    return cute.compile(double, from_dlpack(capture_cute.CudaView(x)), from_dlpack(capture_cute.CudaView(y)),
-                        options="--enable-tvm-ffi --gpu-arch sm_100a")
+    return cute.compile(
+        double,
+        from_dlpack(capture_cute.CudaView(x)),
+        from_dlpack(capture_cute.CudaView(y)),
+        options="--enable-tvm-ffi --gpu-arch sm_100a",
+    )
 
 
 def test_a_kernel_of_ones_own(compiled: object) -> None:

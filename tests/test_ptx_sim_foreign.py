@@ -97,8 +97,12 @@ def test_backward_for_hopper(heads: int, dim: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_results_do_not_depend_on_when_engines_complete(seed: int) -> None:
     """Tensor cores, tensor copies, cp.async and stores held back at random: correct kernels do not notice."""
-    for run, heads, dim in ((dsa.forward, 64, 576), (dsa.forward, 128, 512), (dsa.backward, 64, 512),
-                            (dsa.backward_sm90, 64, 512)):
+    for run, heads, dim in (
+        (dsa.forward, 64, 576),
+        (dsa.forward, 128, 512),
+        (dsa.backward, 64, 512),
+        (dsa.backward_sm90, 64, 512),
+    ):
         p = dsa.problem(heads, dim, 128, seed=6)
         policy = Delay(seed)
         result, truth = run(p, policy=policy), dsa.oracle(p)
@@ -123,8 +127,12 @@ class Counter(Observer):
 def test_observers_see_everything() -> None:
     """Every hook is called by some kernel, results stay the same, and operations begin and end in pairs."""
     seen: dict[str, int] = {}
-    for run, heads, dim in ((dsa.forward, 64, 576), (dsa.forward, 128, 512), (dsa.backward, 64, 512),
-                            (dsa.backward_sm90, 64, 512)):
+    for run, heads, dim in (
+        (dsa.forward, 64, 576),
+        (dsa.forward, 128, 512),
+        (dsa.backward, 64, 512),
+        (dsa.backward_sm90, 64, 512),
+    ):
         p = dsa.problem(heads, dim, 128, seed=6)
         counter = Counter()
         result, plain = run(p, observer=counter), run(p)

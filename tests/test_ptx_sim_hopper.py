@@ -40,9 +40,11 @@ def error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("D", "H", "K"), [(576, 64, 192), (512, 24, 128)])
 def test_forward_and_backward(D: int, H: int, K: int) -> None:
-    from cute_sparse_mla.config import SparseAttentionConfig
     from cute_sparse_mla.hopper import launch
+
+    from cute_sparse_mla.config import SparseAttentionConfig
     from cute_sparse_mla.problem import Problem
+
     gen = torch.Generator().manual_seed(D + H)
     S, S_kv = 2, 200
     q = torch.randn(1, S, H, D, generator=gen).bfloat16()
@@ -51,13 +53,26 @@ def test_forward_and_backward(D: int, H: int, K: int) -> None:
     lengths = torch.tensor([[K, K // 2]], dtype=torch.int32)
     sink = torch.randn(H, generator=gen)
     dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
-    scale = D ** -0.5
+    scale = D**-0.5
     problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)
     shared = {"sm_scale": scale, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
     with project_hopper.simulated() as recorder:
         out, lse = launch.fwd(problem, SparseAttentionConfig(), q, kv, indices, **shared)
-        dq, dkv, d_sink = launch.bwd(problem, SparseAttentionConfig(), q, kv, out, dout, indices, lse, **shared,
-                                     dlse=None, dkv=None, dkv_dtype=None, deterministic=False)
+        dq, dkv, d_sink = launch.bwd(
+            problem,
+            SparseAttentionConfig(),
+            q,
+            kv,
+            out,
+            dout,
+            indices,
+            lse,
+            **shared,
+            dlse=None,
+            dkv=None,
+            dkv_dtype=None,
+            deterministic=False,
+        )
     truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths[0], sink, dout[0], scale)
     torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
     found = (out[0], dq[0], dkv[0, :, 0], d_sink)

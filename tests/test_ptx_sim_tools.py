@@ -19,9 +19,14 @@ needs_wheel = pytest.mark.skipif(FOREIGN is not None, reason=f"foreign kernels: 
 if FOREIGN is None:
     dsa.capture_cute.prepare()
 
-DOUBLE = LANE + lane_address(0, 10) + lane_address(1, 11) + """ld.global.b32 %r1, [%d10]; add.u32 %r2, %r1, %r1;
+DOUBLE = (
+    LANE
+    + lane_address(0, 10)
+    + lane_address(1, 11)
+    + """ld.global.b32 %r1, [%d10]; add.u32 %r2, %r1, %r1;
 st.global.b32 [%d11], %r2;
 """
+)
 
 
 def small_launch() -> tuple[Launch, np.ndarray]:
@@ -63,8 +68,11 @@ def test_mutants_of_a_small_kernel() -> None:
     laboratory = mutate.Laboratory(first)
     outcomes = laboratory.sample(100)
     assert outcomes
-    assert all(o.verdict != "survived" for o in outcomes if o.mutant.instr.base in ("ld", "st") and
-               "param" not in o.mutant.instr.parts)
+    assert all(
+        o.verdict != "survived"
+        for o in outcomes
+        if o.mutant.instr.base in ("ld", "st") and "param" not in o.mutant.instr.parts
+    )
     assert laboratory.try_mutant(outcomes[0].mutant) == outcomes[0]
 
 

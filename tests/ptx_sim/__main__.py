@@ -26,8 +26,10 @@ def launches_in(folder: Path) -> list[tuple[str, Launch]]:
 def run(args: argparse.Namespace) -> int:
     status = 0
     for name, launch in launches_in(args.folder):
-        print(f"{name}: {launch.kernel[:80]} grid {launch.grid} block {launch.block} cluster {launch.cluster} "
-              f"shared {launch.shared_bytes} B")
+        print(
+            f"{name}: {launch.kernel[:80]} grid {launch.grid} block {launch.block} cluster {launch.cluster} "
+            f"shared {launch.shared_bytes} B"
+        )
         try:
             memory = launch.memory()
             program = launch.program(memory)
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"  failed: {error}")
             status = 1
             continue
-        print(f"  {report.warp_instructions} warp instructions in {report.seconds:.2f} s "
-              f"({report.microseconds_per_instruction:.1f} us each)")
+        print(
+            f"  {report.warp_instructions} warp instructions in {report.seconds:.2f} s "
+            f"({report.microseconds_per_instruction:.1f} us each)"
+        )
         for finding in report.findings:
             print(f"  {finding}")
         if args.save:
@@ -51,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def opcodes(args: argparse.Namespace) -> int:
     """Opcode forms of a PTX file, and which of them the simulator does not know."""
     from . import opcodes as _  # noqa: F401 - fills the table
+
     found: dict[str, int] = {}
     unknown = set()
     for kernel in parse(args.file.read_text()).kernels.values():
@@ -82,6 +87,7 @@ def show_coverage(args: argparse.Namespace) -> int:
 def make_witnesses(args: argparse.Namespace) -> int:
     """Run the foreign kernels and write what they witness."""
     from . import foreign_dsa
+
     if (reason := foreign_dsa.unavailable()) is not None:
         sys.exit(reason)
     found = coverage.record(foreign_dsa.all_kernels())
@@ -92,11 +98,13 @@ def make_witnesses(args: argparse.Namespace) -> int:
 
 def run_judge(args: argparse.Namespace) -> int:
     from . import judge
+
     return judge.main(args)
 
 
 def run_judge_kernels(args: argparse.Namespace) -> int:
     from . import judge_kernels
+
     return judge_kernels.main(args)
 
 

@@ -65,7 +65,7 @@ def _global_each(split: Split, address: np.ndarray, size: int, what: str) -> lis
         if found is None:
             raise SimError(f"global {what} of {size} bytes out of range: {memory.describe(item)}")
         start = item - found.floor
-        views.append(found.views[1][start:start + size])
+        views.append(found.views[1][start : start + size])
     return views
 
 
@@ -110,14 +110,16 @@ def load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: 
     return out
 
 
-def _report_poison(split: Split, mask: np.ndarray, index: int, address: np.ndarray, stale: np.ndarray,
-                   size: int) -> None:
+def _report_poison(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, stale: np.ndarray, size: int
+) -> None:
     lanes = stale.reshape(32, -1).any(1) & mask
     if lanes.any():
         bad = int(address[int(lanes.argmax())])
         text = split.cta.cluster.shared.describe(bad)
-        split.machine.finding(f"load of uninitialised shared memory: {size} bytes at {text} by {split.warp.name}",
-                              index)
+        split.machine.finding(
+            f"load of uninitialised shared memory: {size} bytes at {text} by {split.warp.name}", index
+        )
 
 
 def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray]:
@@ -130,8 +132,9 @@ def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.
     return (view.view(np.uint32).reshape(-1, 4) if size == 16 else view.view(f"u{size}")), flat
 
 
-def store(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: int, space: str,
-          data: np.ndarray) -> None:
+def store(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: int, space: str, data: np.ndarray
+) -> None:
     """Write `data` ([32] values or [32, 4] words) of active lanes; of equal addresses the highest lane wins."""
     address = _active(mask, address)
     if address is None:
@@ -164,7 +167,8 @@ def store(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size:
 
 ATOMICS = {
     "add": lambda old, value: old + value,
-    "min": min, "max": max,
+    "min": min,
+    "max": max,
     "and": lambda old, value: old & value,
     "or": lambda old, value: old | value,
     "xor": lambda old, value: old ^ value,
@@ -194,8 +198,16 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
     return [cell if on else None for cell, on in zip(cells, mask.tolist(), strict=True)]
 
 
-def atomic(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtype: str, space: str, name: str,
-           *sources: np.ndarray) -> np.ndarray:
+def atomic(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    dtype: str,
+    space: str,
+    name: str,
+    *sources: np.ndarray,
+) -> np.ndarray:
     """atom/red on scalars, one lane after the other; returns the old values."""
     kind = np.dtype(dtype)
     old = np.zeros(32, kind)
@@ -216,8 +228,16 @@ def atomic(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtyp
     return old
 
 
-def reduce_vector(split: Split, mask: np.ndarray, index: int, address: np.ndarray, dtype: str, space: str, name: str,
-                  *sources: np.ndarray) -> np.ndarray:
+def reduce_vector(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    dtype: str,
+    space: str,
+    name: str,
+    *sources: np.ndarray,
+) -> np.ndarray:
     """red.vN and atom.vN: element-wise reduction of N consecutive values per lane; returns old values [32, N]."""
     kind = np.dtype(dtype)
     size = kind.itemsize * len(sources)
@@ -235,10 +255,19 @@ def reduce_vector(split: Split, mask: np.ndarray, index: int, address: np.ndarra
     return old
 
 
-def reduce_half(split: Split, mask: np.ndarray, index: int, address: np.ndarray, kind: str, space: str, name: str,
-                *sources: np.ndarray) -> np.ndarray:
+def reduce_half(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    kind: str,
+    space: str,
+    name: str,
+    *sources: np.ndarray,
+) -> np.ndarray:
     """Atomics on f16/bf16, scalar or packed: fp32 arithmetic, one rounding per element. Returns old values."""
     from .ops_float import float_to_half, half_to_float
+
     width = sources[0].dtype.itemsize
     old = np.zeros(32, sources[0].dtype)
     for lane, cell in enumerate(_cells(split, mask, index, address, width * len(sources), space)):
@@ -247,8 +276,8 @@ def reduce_half(split: Split, mask: np.ndarray, index: int, address: np.ndarray,
         view = cell.view(f"u{width}")
         old[lane] = view[0]
         for i, source in enumerate(sources):
-            a = half_to_float(view[i:i + 1].copy(), kind)
-            b = half_to_float(source[lane:lane + 1].copy(), kind)
+            a = half_to_float(view[i : i + 1].copy(), kind)
+            b = half_to_float(source[lane : lane + 1].copy(), kind)
             both = {"add": np.add, "min": np.fmin, "max": np.fmax}[name](a, b)
-            view[i:i + 1] = float_to_half(both, kind).view(f"u{width}")
+            view[i : i + 1] = float_to_half(both, kind).view(f"u{width}")
     return old

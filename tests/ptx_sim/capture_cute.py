@@ -36,6 +36,7 @@ def available() -> str | None:
     if shutil.which("gcc") is None and shutil.which("cc") is None:
         return "no C compiler for the runtime stand-in"
     from importlib.util import find_spec
+
     if find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
     if _shim is None and "cutlass" in sys.modules:
@@ -55,8 +56,10 @@ def prepare(arch: str = "sm_100a") -> Path:
     library = folder / "lib" / SHIM_NAME
     library.parent.mkdir()
     compiler = shutil.which("gcc") or shutil.which("cc")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", f"-Wl,-soname,{SHIM_NAME}", "-o", str(library),
-                    str(SHIM_SOURCE)], check=True)
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", f"-Wl,-soname,{SHIM_NAME}", "-o", str(library), str(SHIM_SOURCE)],
+        check=True,
+    )
     dump = folder / "dump"
     dump.mkdir()
     os.environ["CUTE_DSL_LIBS"] = str(library)
@@ -71,6 +74,7 @@ def prepare(arch: str = "sm_100a") -> Path:
 def architecture(arch: str) -> Iterator[None]:
     """Compile for another architecture inside: CuTe DSL refuses to run code for any but its current one."""
     from cutlass.cutlass_dsl import CuTeDSL
+
     environment = CuTeDSL._get_dsl().envar
     before = environment.arch
     environment.arch = arch
@@ -89,8 +93,14 @@ class _Attribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    _fields_ = [("grid", _Dim3), ("block", _Dim3), ("shared_bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint32)]
+    _fields_ = [
+        ("grid", _Dim3),
+        ("block", _Dim3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint32),
+    ]
 
 
 class CudaView:
@@ -217,15 +227,22 @@ class Recorder:
         params = bytearray(kernel.param_bytes)
         pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
         for i, param in enumerate(kernel.params):
-            params[param.offset:param.offset + param.size] = ctypes.string_at(pointers[i], param.size)
+            params[param.offset : param.offset + param.size] = ctypes.string_at(pointers[i], param.size)
         cluster = (1, 1, 1)
         for i in range(config.count):
             attribute = config.attributes[i]
             if attribute.id == _CLUSTER_DIMENSION:
                 cluster = tuple(max(1, v) for v in attribute.value[:3])
-        launch = Launch(text, name, (config.grid.x, config.grid.y, config.grid.z),
-                        (config.block.x, config.block.y, config.block.z), cluster, config.shared_bytes, bytes(params),
-                        list(self.tensors))
+        launch = Launch(
+            text,
+            name,
+            (config.grid.x, config.grid.y, config.grid.z),
+            (config.block.x, config.block.y, config.block.z),
+            cluster,
+            config.shared_bytes,
+            bytes(params),
+            list(self.tensors),
+        )
         self.launches.append(launch)
         dump_if_asked(launch)
         if self.run and self.error is None:

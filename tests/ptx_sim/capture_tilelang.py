@@ -31,8 +31,21 @@ _shims: list[ctypes.CDLL] = []
 _names: dict[int, str] = {}
 _keep: list = []
 # CUtensorMapDataType and CUtensorMapSwizzle.
-_TYPES = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f64", 9: "bf16",
-          10: "f32", 11: "tf32", 12: "tf32"}
+_TYPES = {
+    0: "u8",
+    1: "u16",
+    2: "u32",
+    3: "s32",
+    4: "u64",
+    5: "s64",
+    6: "f16",
+    7: "f32",
+    8: "f64",
+    9: "bf16",
+    10: "f32",
+    11: "tf32",
+    12: "tf32",
+}
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
@@ -60,8 +73,19 @@ def prepare() -> None:
     os.environ["TILELANG_DISABLE_CACHE"] = "1"
     for name in ("libcuda.so.1", "libcudart.so"):
         library = folder / name
-        subprocess.run([shutil.which("gcc"), "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(library),
-                        str(SHIM_SOURCE)], check=True)
+        subprocess.run(
+            [
+                shutil.which("gcc"),
+                "-O1",
+                "-shared",
+                "-fPIC",
+                f"-Wl,-soname,{name}",
+                "-o",
+                str(library),
+                str(SHIM_SOURCE),
+            ],
+            check=True,
+        )
         _shims.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
 
 
@@ -70,6 +94,7 @@ def ptx_of(kernel: object) -> str:
     from tilelang.cache.cuda_binary_cache import CUDABinaryCache
     from tilelang.contrib import nvcc
     from tilelang.cuda import backend
+
     compile_cuda, load, save = nvcc.compile_cuda, CUDABinaryCache.load, CUDABinaryCache.save
 
     def to_ptx(code: str, _format: str, arch: object, **options: object) -> bytearray:
@@ -80,16 +105,23 @@ def ptx_of(kernel: object) -> str:
     CUDABinaryCache.save = staticmethod(lambda *_: None)
     try:
         with kernel.target:
-            text = backend.tilelang_callback_cuda_compile(kernel.get_kernel_source(), kernel.target,
-                                                          kernel.pass_configs)
+            text = backend.tilelang_callback_cuda_compile(
+                kernel.get_kernel_source(), kernel.target, kernel.pass_configs
+            )
     finally:
         nvcc.compile_cuda, CUDABinaryCache.load, CUDABinaryCache.save = compile_cuda, load, save
     return bytes(text).decode()
 
 
 class _LaunchConfig(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_uint32),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint32)]
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint32),
+    ]
 
 
 class Recorder:
@@ -115,6 +147,7 @@ class Recorder:
     def call(self, kernel: object, tensors: dict[str, torch.Tensor], *arguments: object) -> list[Launch]:
         """Call a TileLang kernel on CPU tensors; `tensors` names all memory that it may touch."""
         import tvm_ffi
+
         if not getattr(kernel, "ptx_sim_text", None):
             kernel.ptx_sim_text = ptx_of(kernel)
         self.add_ptx(kernel.ptx_sim_text)
@@ -180,7 +213,7 @@ class Recorder:
         params = bytearray(kernel.param_bytes)
         array = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
         for i, param in enumerate(kernel.params):
-            params[param.offset:param.offset + param.size] = ctypes.string_at(array[i], param.size)
+            params[param.offset : param.offset + param.size] = ctypes.string_at(array[i], param.size)
         if cluster == (1, 1, 1) and "reqnctapercluster" in kernel.attributes:
             cluster = (*kernel.attributes["reqnctapercluster"], 1, 1)[:3]
         launch = Launch(text, name, grid, block, cluster, shared, bytes(params), list(self.tensors))

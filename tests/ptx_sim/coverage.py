@@ -69,6 +69,7 @@ def witnesses() -> dict[str, list[str]]:
 def pending() -> set[str]:
     """Forms of the H200 micro-kernels, judged or not."""
     from . import judge, judge_cases
+
     found: set[str] = set()
     for case in judge_cases.cases():
         found.update(judge.simulate(case)[1])
@@ -84,8 +85,12 @@ def table(kernels: dict[str, list[str]]) -> str:
         for form in forms:
             users.setdefault(form, []).append(name)
     missing = sorted(f for f in users if f not in known)
-    lines = [f"{len(users)} forms, {len(missing)} without a witness.", "", "| form | used by | witness |",
-             "|---|---|---|"]
+    lines = [
+        f"{len(users)} forms, {len(missing)} without a witness.",
+        "",
+        "| form | used by | witness |",
+        "|---|---|---|",
+    ]
     for form in missing + sorted(f for f in users if f in known):
         witness = known.get(form, ["H200 micro-kernel, not yet run" if form in waiting else "**unproven**"])
         more = f" and {len(witness) - 1} more" if len(witness) > 1 else ""

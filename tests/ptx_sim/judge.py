@@ -75,12 +75,24 @@ class Gpu:
         rank = array.ndim
         raw = np.zeros(192, np.uint8)
         start = -raw.ctypes.data % 64
-        out = raw[start:start + 128]
+        out = raw[start : start + 128]
         dims = (ctypes.c_uint64 * rank)(*array.shape[::-1])
         strides = (ctypes.c_uint64 * max(rank - 1, 1))(*array.strides[::-1][1:])
-        self.check("cuTensorMapEncodeTiled", ctypes.c_void_p(out.ctypes.data), _TYPES[element], rank,
-                   ctypes.c_void_p(address), dims, strides, (ctypes.c_uint32 * rank)(*box),
-                   (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SPANS[swizzle], 0, 0)
+        self.check(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(out.ctypes.data),
+            _TYPES[element],
+            rank,
+            ctypes.c_void_p(address),
+            dims,
+            strides,
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            _SPANS[swizzle],
+            0,
+            0,
+        )
         return out
 
     def run(self, case: Case) -> dict[str, np.ndarray]:
@@ -113,12 +125,24 @@ class Gpu:
             _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
 
         class Config(ctypes.Structure):
-            _fields_ = (("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32),
-                        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint32))
+            _fields_ = (
+                ("grid", ctypes.c_uint32 * 3),
+                ("block", ctypes.c_uint32 * 3),
+                ("shared", ctypes.c_uint32),
+                ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.c_void_p),
+                ("count", ctypes.c_uint32),
+            )
 
         attribute = Attribute(4, 0, (ctypes.c_uint32 * 16)(case.cluster, 1, 1))
-        config = Config((ctypes.c_uint32 * 3)(case.grid, 1, 1), (ctypes.c_uint32 * 3)(case.block, 1, 1), case.shared,
-                        None, ctypes.addressof(attribute), 1)
+        config = Config(
+            (ctypes.c_uint32 * 3)(case.grid, 1, 1),
+            (ctypes.c_uint32 * 3)(case.block, 1, 1),
+            case.shared,
+            None,
+            ctypes.addressof(attribute),
+            1,
+        )
         self.check("cuLaunchKernelEx", ctypes.byref(config), function, arguments, None)
 
 
@@ -159,8 +183,16 @@ def launch_of(case: Case) -> Launch:
         data = tensormap.encode(a.ctypes.data, element, a.shape[::-1], a.strides[::-1][1:], box, swizzle)
         case.arrays[name][:] = np.frombuffer(data, np.uint8)
     params = b"".join(a.ctypes.data.to_bytes(8, "little") for a in case.arrays.values())
-    return Launch(text_of(case), "kernel", (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1), case.shared,
-                  params, [tensor_entry(name, a) for name, a in case.arrays.items()])
+    return Launch(
+        text_of(case),
+        "kernel",
+        (case.grid, 1, 1),
+        (case.block, 1, 1),
+        (case.cluster, 1, 1),
+        case.shared,
+        params,
+        [tensor_entry(name, a) for name, a in case.arrays.items()],
+    )
 
 
 def simulate(case: Case) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -176,7 +208,8 @@ def differs(got: np.ndarray, want: np.ndarray, check: object) -> str | None:
     elif check == "float":
         values = [x.view(f"f{x.itemsize}") for x in (got, want)]
         wrong = (got.view(f"u{got.itemsize}") != want.view(f"u{want.itemsize}")) & ~(
-            np.isnan(values[0]) & np.isnan(values[1]))
+            np.isnan(values[0]) & np.isnan(values[1])
+        )
     elif check in ("f16", "bf16"):
         # Packed halves: any NaN equals any NaN, half by half.
         halves = [x.view(np.uint16) for x in (got, want)]

@@ -19,9 +19,31 @@ from .ops_float import round_bf16
 from .testing import aligned
 
 COUNT = 2048
-SPECIAL32 = np.array([0, 0x80000000, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x00800000, 0x007FFFFF,
-                      0x3F800000, 0xBF800000, 0x33000000, 0x4B000000, 0x3F808000, 0x3F818000, 0x477FE000, 0x477FF000,
-                      0x38800000, 0xFFFFFFFF, 0x7FFFFFFF], np.uint32)
+SPECIAL32 = np.array(
+    [
+        0,
+        0x80000000,
+        1,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x7F7FFFFF,
+        0x00800000,
+        0x007FFFFF,
+        0x3F800000,
+        0xBF800000,
+        0x33000000,
+        0x4B000000,
+        0x3F808000,
+        0x3F818000,
+        0x477FE000,
+        0x477FF000,
+        0x38800000,
+        0xFFFFFFFF,
+        0x7FFFFFFF,
+    ],
+    np.uint32,
+)
 
 
 @dataclass
@@ -53,12 +75,21 @@ def words(name: str, width: int, floats: bool) -> np.ndarray:
     grid = len(SPECIAL32)
     take = np.arange(grid * grid)
     order = take // grid if name.endswith("b") else take % grid
-    out[:len(order)] = SPECIAL32[order]
+    out[: len(order)] = SPECIAL32[order]
     return out.view(np.uint64) if width == 64 else out
 
 
-def elementwise(name: str, family: str, code: str, inputs: int = 2, width: int = 32, out_width: int = 32,
-                check: object = "bits", floats: bool = False, values: list | None = None) -> Case:
+def elementwise(
+    name: str,
+    family: str,
+    code: str,
+    inputs: int = 2,
+    width: int = 32,
+    out_width: int = 32,
+    check: object = "bits",
+    floats: bool = False,
+    values: list | None = None,
+) -> Case:
     """`code` maps %r1, %r2, %r3 (or %d1 ...) to %r10 (or %d10), one element per thread."""
     arrays, body = {}, "mov.u32 %r90, %tid.x; mov.u32 %r91, %ctaid.x; mad.lo.u32 %r90, %r91, 128, %r90;\n"
     for i in range(inputs):
@@ -77,106 +108,212 @@ def elementwise(name: str, family: str, code: str, inputs: int = 2, width: int =
 
 
 INTEGER = {
-    "add": "add.u32 %r10, %r1, %r2;", "sub": "sub.s32 %r10, %r1, %r2;", "mul.lo": "mul.lo.u32 %r10, %r1, %r2;",
-    "mul.hi.u32": "mul.hi.u32 %r10, %r1, %r2;", "mul.hi.s32": "mul.hi.s32 %r10, %r1, %r2;",
-    "mad.lo": "mad.lo.s32 %r10, %r1, %r2, %r3;", "mad.hi": "mad.hi.u32 %r10, %r1, %r2, %r3;",
-    "min.s32": "min.s32 %r10, %r1, %r2;", "max.u32": "max.u32 %r10, %r1, %r2;", "neg": "neg.s32 %r10, %r1;",
-    "min.relu": "min.relu.s32 %r10, %r1, %r2;", "abs": "abs.s32 %r10, %r1;", "not": "not.b32 %r10, %r1;",
-    "shl": "and.b32 %r4, %r2, 63; shl.b32 %r10, %r1, %r4;", "shr.u32": "and.b32 %r4, %r2, 63; shr.u32 %r10, %r1, %r4;",
-    "shr.s32": "and.b32 %r4, %r2, 63; shr.s32 %r10, %r1, %r4;", "shf.l": "shf.l.wrap.b32 %r10, %r1, %r2, %r3;",
-    "shf.r": "shf.r.clamp.b32 %r10, %r1, %r2, %r3;", "lop3": "lop3.b32 %r10, %r1, %r2, %r3, 0x5A;",
-    "prmt": "prmt.b32 %r10, %r1, %r2, %r3;", "bfe.u32": "bfe.u32 %r10, %r1, %r2, %r3;",
-    "bfe.s32": "bfe.s32 %r10, %r1, %r2, %r3;", "bfi": "bfi.b32 %r10, %r1, %r2, %r3, 7;",
-    "popc": "popc.b32 %r10, %r1;", "clz": "clz.b32 %r10, %r1;", "brev": "brev.b32 %r10, %r1;",
-    "bfind.u32": "bfind.u32 %r10, %r1;", "bfind.s32": "bfind.s32 %r10, %r1;",
-    "div.u32": "or.b32 %r4, %r2, 1; div.u32 %r10, %r1, %r4;", "div.s32": "or.b32 %r4, %r2, 3; div.s32 %r10, %r1, %r4;",
-    "rem.u32": "or.b32 %r4, %r2, 1; rem.u32 %r10, %r1, %r4;", "rem.s32": "or.b32 %r4, %r2, 3; rem.s32 %r10, %r1, %r4;",
-    "dp4a": "dp4a.s32.u32 %r10, %r1, %r2, %r3;", "sad": "sad.u32 %r10, %r1, %r2, %r3;",
+    "add": "add.u32 %r10, %r1, %r2;",
+    "sub": "sub.s32 %r10, %r1, %r2;",
+    "mul.lo": "mul.lo.u32 %r10, %r1, %r2;",
+    "mul.hi.u32": "mul.hi.u32 %r10, %r1, %r2;",
+    "mul.hi.s32": "mul.hi.s32 %r10, %r1, %r2;",
+    "mad.lo": "mad.lo.s32 %r10, %r1, %r2, %r3;",
+    "mad.hi": "mad.hi.u32 %r10, %r1, %r2, %r3;",
+    "min.s32": "min.s32 %r10, %r1, %r2;",
+    "max.u32": "max.u32 %r10, %r1, %r2;",
+    "neg": "neg.s32 %r10, %r1;",
+    "min.relu": "min.relu.s32 %r10, %r1, %r2;",
+    "abs": "abs.s32 %r10, %r1;",
+    "not": "not.b32 %r10, %r1;",
+    "shl": "and.b32 %r4, %r2, 63; shl.b32 %r10, %r1, %r4;",
+    "shr.u32": "and.b32 %r4, %r2, 63; shr.u32 %r10, %r1, %r4;",
+    "shr.s32": "and.b32 %r4, %r2, 63; shr.s32 %r10, %r1, %r4;",
+    "shf.l": "shf.l.wrap.b32 %r10, %r1, %r2, %r3;",
+    "shf.r": "shf.r.clamp.b32 %r10, %r1, %r2, %r3;",
+    "lop3": "lop3.b32 %r10, %r1, %r2, %r3, 0x5A;",
+    "prmt": "prmt.b32 %r10, %r1, %r2, %r3;",
+    "bfe.u32": "bfe.u32 %r10, %r1, %r2, %r3;",
+    "bfe.s32": "bfe.s32 %r10, %r1, %r2, %r3;",
+    "bfi": "bfi.b32 %r10, %r1, %r2, %r3, 7;",
+    "popc": "popc.b32 %r10, %r1;",
+    "clz": "clz.b32 %r10, %r1;",
+    "brev": "brev.b32 %r10, %r1;",
+    "bfind.u32": "bfind.u32 %r10, %r1;",
+    "bfind.s32": "bfind.s32 %r10, %r1;",
+    "div.u32": "or.b32 %r4, %r2, 1; div.u32 %r10, %r1, %r4;",
+    "div.s32": "or.b32 %r4, %r2, 3; div.s32 %r10, %r1, %r4;",
+    "rem.u32": "or.b32 %r4, %r2, 1; rem.u32 %r10, %r1, %r4;",
+    "rem.s32": "or.b32 %r4, %r2, 3; rem.s32 %r10, %r1, %r4;",
+    "dp4a": "dp4a.s32.u32 %r10, %r1, %r2, %r3;",
+    "sad": "sad.u32 %r10, %r1, %r2, %r3;",
     "setp.lt.s32": "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r10, %r1, %r3, %p1;",
     "setp.and": "setp.gt.u32 %p2, %r3, %r1; setp.ge.and.u32 %p1|%p3, %r1, %r2, %p2; selp.b32 %r10, 1, 0, %p1; "
-                "@%p3 add.u32 %r10, %r10, 2;",
-    "add.cc": "add.cc.u32 %r4, %r1, %r2; addc.u32 %r10, %r3, %r3;", "slct": "slct.s32.s32 %r10, %r1, %r2, %r3;",
-    **{f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
-       for c, t in (("eq", "s32"), ("ne", "b32"), ("le", "s32"), ("gt", "u32"), ("ge", "s32"), ("gt", "s32"),
-                    ("lt", "u32"), ("ge", "u32"), ("le", "u32"))},
+    "@%p3 add.u32 %r10, %r10, 2;",
+    "add.cc": "add.cc.u32 %r4, %r1, %r2; addc.u32 %r10, %r3, %r3;",
+    "slct": "slct.s32.s32 %r10, %r1, %r2, %r3;",
+    **{
+        f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
+        for c, t in (
+            ("eq", "s32"),
+            ("ne", "b32"),
+            ("le", "s32"),
+            ("gt", "u32"),
+            ("ge", "s32"),
+            ("gt", "s32"),
+            ("lt", "u32"),
+            ("ge", "u32"),
+            ("le", "u32"),
+        )
+    },
     "preds": "setp.gt.u32 %p1, %r1, %r2; setp.lt.s32 %p2, %r2, %r3; and.pred %p3, %p1, %p2; or.pred %p4, %p1, %p2; "
-             "xor.pred %p5, %p3, %p4; not.pred %p6, %p5; selp.b32 %r10, %r1, %r3, %p6;",
-    "and": "and.b32 %r10, %r1, %r2;", "or": "or.b32 %r10, %r1, %r2;", "xor": "xor.b32 %r10, %r1, %r2;",
-    "max.s32": "max.s32 %r10, %r1, %r2;", "min.u32": "min.u32 %r10, %r1, %r2;", "add.s32": "add.s32 %r10, %r1, %r2;",
-    "mul.lo.s32": "mul.lo.s32 %r10, %r1, %r2;", "mul.wide.s32": "mul.wide.s32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; "
-    "xor.b32 %r10, %r4, %r5;", "mul.wide.u32": "mul.wide.u32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; "
-    "xor.b32 %r10, %r4, %r5;", "cvt.s64.s32": "cvt.s64.s32 %d5, %r1; shr.u64 %d5, %d5, 20; cvt.u32.u64 %r10, %d5;",
+    "xor.pred %p5, %p3, %p4; not.pred %p6, %p5; selp.b32 %r10, %r1, %r3, %p6;",
+    "and": "and.b32 %r10, %r1, %r2;",
+    "or": "or.b32 %r10, %r1, %r2;",
+    "xor": "xor.b32 %r10, %r1, %r2;",
+    "max.s32": "max.s32 %r10, %r1, %r2;",
+    "min.u32": "min.u32 %r10, %r1, %r2;",
+    "add.s32": "add.s32 %r10, %r1, %r2;",
+    "mul.lo.s32": "mul.lo.s32 %r10, %r1, %r2;",
+    "mul.wide.s32": "mul.wide.s32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; xor.b32 %r10, %r4, %r5;",
+    "mul.wide.u32": "mul.wide.u32 %d5, %r1, %r2; mov.b64 {%r4, %r5}, %d5; xor.b32 %r10, %r4, %r5;",
+    "cvt.s64.s32": "cvt.s64.s32 %d5, %r1; shr.u64 %d5, %d5, 20; cvt.u32.u64 %r10, %d5;",
     "cvt.u16.u32": "cvt.u16.u32 %h1, %r1; and.b16 %h2, %h1, 255; or.b16 %h3, %h2, 512; cvt.u32.u16 %r10, %h3;",
-    "cvt.s8": "cvt.s32.s8 %r10, %r1;", "cvt.u16": "cvt.u32.u16 %r10, %r1;", "cvt.sat": "cvt.sat.s32.s64 %r10, %d5;",
+    "cvt.s8": "cvt.s32.s8 %r10, %r1;",
+    "cvt.u16": "cvt.u32.u16 %r10, %r1;",
+    "cvt.sat": "cvt.sat.s32.s64 %r10, %d5;",
 }
 FLOAT = {
-    "add": "add.rn.f32 %r10, %r1, %r2;", "add.ftz": "add.ftz.f32 %r10, %r1, %r2;",
-    "sub.ftz": "sub.ftz.f32 %r10, %r1, %r2;", "add.f32": "add.f32 %r10, %r1, %r2;",
+    "add": "add.rn.f32 %r10, %r1, %r2;",
+    "add.ftz": "add.ftz.f32 %r10, %r1, %r2;",
+    "sub.ftz": "sub.ftz.f32 %r10, %r1, %r2;",
+    "add.f32": "add.f32 %r10, %r1, %r2;",
     "mul.f32": "mul.f32 %r10, %r1, %r2;",
     "min.ftz": "min.ftz.f32 %r10, %r1, %r2;",
-    **{f"setp.{c}.ftz": f"setp.{c}.ftz.f32 %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
-       for c in ("lt", "eq", "leu", "gt", "neu")},
- "sub": "sub.f32 %r10, %r1, %r2;", "mul": "mul.rn.f32 %r10, %r1, %r2;",
-    "mul.ftz": "mul.ftz.f32 %r10, %r1, %r2;", "fma": "fma.rn.f32 %r10, %r1, %r2, %r3;",
-    "fma.ftz": "fma.rn.ftz.f32 %r10, %r1, %r2, %r3;", "add.rz": "add.rz.f32 %r10, %r1, %r2;",
-    "mul.rz": "mul.rz.f32 %r10, %r1, %r2;", "add.rm": "add.rm.f32 %r10, %r1, %r2;", "div": "div.rn.f32 %r10, %r1, %r2;",
-    "min": "min.f32 %r10, %r1, %r2;", "max": "max.f32 %r10, %r1, %r2;", "max.NaN": "max.NaN.f32 %r10, %r1, %r2;",
-    "max.ftz": "max.ftz.f32 %r10, %r1, %r2;", "neg": "neg.f32 %r10, %r1;", "abs": "abs.f32 %r10, %r1;",
-    "rcp": "rcp.rn.f32 %r10, %r1;", "sqrt": "sqrt.rn.f32 %r10, %r1;", "copysign": "copysign.f32 %r10, %r1, %r2;",
-    "add.f16x2": "add.rn.f16x2 %r10, %r1, %r2;", "mul.f16x2": "mul.rn.f16x2 %r10, %r1, %r2;",
-    "fma.f16x2": "fma.rn.f16x2 %r10, %r1, %r2, %r3;", "fma.bf16x2": "fma.rn.bf16x2 %r10, %r1, %r2, %r3;",
-    "add.bf16x2": "add.rn.bf16x2 %r10, %r1, %r2;", "mul.bf16x2": "mul.rn.bf16x2 %r10, %r1, %r2;",
-    "max.bf16x2": "max.bf16x2 %r10, %r1, %r2;", "min.f16x2": "min.f16x2 %r10, %r1, %r2;",
-    **{f"setp.{c}": f"setp.{c}.f32 %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
-       for c in ("lt", "le", "eq", "ne", "ge", "gtu", "neu", "num", "nan")},
+    **{
+        f"setp.{c}.ftz": f"setp.{c}.ftz.f32 %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
+        for c in ("lt", "eq", "leu", "gt", "neu")
+    },
+    "sub": "sub.f32 %r10, %r1, %r2;",
+    "mul": "mul.rn.f32 %r10, %r1, %r2;",
+    "mul.ftz": "mul.ftz.f32 %r10, %r1, %r2;",
+    "fma": "fma.rn.f32 %r10, %r1, %r2, %r3;",
+    "fma.ftz": "fma.rn.ftz.f32 %r10, %r1, %r2, %r3;",
+    "add.rz": "add.rz.f32 %r10, %r1, %r2;",
+    "mul.rz": "mul.rz.f32 %r10, %r1, %r2;",
+    "add.rm": "add.rm.f32 %r10, %r1, %r2;",
+    "div": "div.rn.f32 %r10, %r1, %r2;",
+    "min": "min.f32 %r10, %r1, %r2;",
+    "max": "max.f32 %r10, %r1, %r2;",
+    "max.NaN": "max.NaN.f32 %r10, %r1, %r2;",
+    "max.ftz": "max.ftz.f32 %r10, %r1, %r2;",
+    "neg": "neg.f32 %r10, %r1;",
+    "abs": "abs.f32 %r10, %r1;",
+    "rcp": "rcp.rn.f32 %r10, %r1;",
+    "sqrt": "sqrt.rn.f32 %r10, %r1;",
+    "copysign": "copysign.f32 %r10, %r1, %r2;",
+    "add.f16x2": "add.rn.f16x2 %r10, %r1, %r2;",
+    "mul.f16x2": "mul.rn.f16x2 %r10, %r1, %r2;",
+    "fma.f16x2": "fma.rn.f16x2 %r10, %r1, %r2, %r3;",
+    "fma.bf16x2": "fma.rn.bf16x2 %r10, %r1, %r2, %r3;",
+    "add.bf16x2": "add.rn.bf16x2 %r10, %r1, %r2;",
+    "mul.bf16x2": "mul.rn.bf16x2 %r10, %r1, %r2;",
+    "max.bf16x2": "max.bf16x2 %r10, %r1, %r2;",
+    "min.f16x2": "min.f16x2 %r10, %r1, %r2;",
+    **{
+        f"setp.{c}": f"setp.{c}.f32 %p1, %r1, %r2; selp.b32 %r10, 1, 0, %p1;"
+        for c in ("lt", "le", "eq", "ne", "ge", "gtu", "neu", "num", "nan")
+    },
     "setp.lt.bf16": "mov.b32 {%h1, %h2}, %r1; setp.lt.bf16 %p1, %h1, %h2; selp.b32 %r10, 1, 0, %p1;",
-    "cvt.bf16x2": "cvt.rn.bf16x2.f32 %r10, %r1, %r2;", "cvt.f16x2": "cvt.rn.f16x2.f32 %r10, %r1, %r2;",
-    "cvt.rz.bf16x2": "cvt.rz.bf16x2.f32 %r10, %r1, %r2;", "cvt.relu": "cvt.rn.relu.bf16x2.f32 %r10, %r1, %r2;",
+    "cvt.bf16x2": "cvt.rn.bf16x2.f32 %r10, %r1, %r2;",
+    "cvt.f16x2": "cvt.rn.f16x2.f32 %r10, %r1, %r2;",
+    "cvt.rz.bf16x2": "cvt.rz.bf16x2.f32 %r10, %r1, %r2;",
+    "cvt.relu": "cvt.rn.relu.bf16x2.f32 %r10, %r1, %r2;",
     "cvt.bf16": "cvt.rn.bf16.f32 %h1, %r1; mov.b32 %r10, {%h1, %h1};",
     "cvt.f32.bf16": "mov.b32 {%h1, %h2}, %r1; cvt.f32.bf16 %r10, %h2;",
     "cvt.f32.f16": "mov.b32 {%h1, %h2}, %r1; cvt.f32.f16 %r10, %h2;",
-    "cvt.s32": "cvt.rzi.s32.f32 %r10, %r1;", "cvt.u32": "cvt.rni.u32.f32 %r10, %r1;",
-    "cvt.floor": "cvt.rmi.f32.f32 %r10, %r1;", "cvt.f32.s32": "cvt.rn.f32.s32 %r10, %r1;",
-    "cvt.f32.u32": "cvt.rz.f32.u32 %r10, %r1;", "cvt.e4m3": "cvt.rn.satfinite.e4m3x2.f32 %h1, %r1, %r2; "
-    "mov.b32 %r10, {%h1, %h1};", "cvt.e5m2": "cvt.rn.satfinite.e5m2x2.f32 %h1, %r1, %r2; mov.b32 %r10, {%h1, %h1};",
+    "cvt.s32": "cvt.rzi.s32.f32 %r10, %r1;",
+    "cvt.u32": "cvt.rni.u32.f32 %r10, %r1;",
+    "cvt.floor": "cvt.rmi.f32.f32 %r10, %r1;",
+    "cvt.f32.s32": "cvt.rn.f32.s32 %r10, %r1;",
+    "cvt.f32.u32": "cvt.rz.f32.u32 %r10, %r1;",
+    "cvt.e4m3": "cvt.rn.satfinite.e4m3x2.f32 %h1, %r1, %r2; mov.b32 %r10, {%h1, %h1};",
+    "cvt.e5m2": "cvt.rn.satfinite.e5m2x2.f32 %h1, %r1, %r2; mov.b32 %r10, {%h1, %h1};",
     "cvt.f16x2.e4m3": "mov.b32 {%h1, %h2}, %r1; cvt.rn.f16x2.e4m3x2 %r10, %h1;",
     "cvt.tf32": "cvt.rna.tf32.f32 %r10, %r1;",
 }
 # Errors that PTX states: ex2 2 ulp, lg2 and others by table 9.7.3; (operation, bound, low, high of the argument).
-APPROXIMATE = {"ex2": (("ulp", 3), -126.0, 126.0), "lg2": (("ulp", 16), 4.0, 1e6), "rcp": (("ulp", 2), 0.01, 1e6),
-               "rsqrt": (("ulp", 3), 0.01, 1e6), "sqrt": (("ulp", 2), 0.01, 1e6),
-               "sin": (("absolute", 2 ** -20), -3.0, 3.0), "cos": (("absolute", 2 ** -20), -3.0, 3.0),
-               "tanh": (("absolute", 2 ** -10), -4.0, 4.0)}
-DIVIDE = {"div.approx": "div.approx.f32 %r10, %r1, %r2;", "div.approx.ftz": "div.approx.ftz.f32 %r10, %r1, %r2;",
-          "div.full": "div.full.f32 %r10, %r1, %r2;"}
-LONG = {"add": "add.s64 %d20, %d11, %d12;", "sub": "sub.s64 %d20, %d11, %d12;",
-        "mul.s64": "mul.lo.s64 %d20, %d11, %d12;", "mad": "mad.lo.s64 %d20, %d11, %d12, %d11;",
-        "and": "and.b64 %d20, %d11, %d12;", "or": "or.b64 %d20, %d11, %d12;", "max": "max.s64 %d20, %d11, %d12;",
-        "shl": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shl.b64 %d20, %d11, %r4;",
-        "shr.u64": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shr.u64 %d20, %d11, %r4;",
-        "div.s64": "or.b64 %d13, %d12, 5; div.s64 %d20, %d11, %d13;",
-        "rem.s64": "or.b64 %d13, %d12, 5; rem.s64 %d20, %d11, %d13;", "neg": "neg.s64 %d20, %d11;",
-        **{f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %d11, %d12; selp.b64 %d20, %d11, 7, %p1;"
-           for c, t in (("eq", "s64"), ("ne", "s64"), ("lt", "s64"), ("ge", "s64"), ("gt", "s64"), ("le", "s64"),
-                        ("lt", "u64"), ("gt", "u64"))},
- "mul.lo": "mul.lo.u64 %d20, %d11, %d12;",
-        "mul.hi": "mul.hi.u64 %d20, %d11, %d12;", "shr": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; "
-        "shr.s64 %d20, %d11, %r4;", "min": "min.s64 %d20, %d11, %d12;", "xor": "xor.b64 %d20, %d11, %d12;",
-        "clz": "clz.b64 %r4, %d11; cvt.u64.u32 %d20, %r4;", "div": "or.b64 %d13, %d12, 5; div.u64 %d20, %d11, %d13;",
-        "fma.f64": "fma.rn.f64 %d20, %d11, %d12, %d11;", "pack": "mov.b64 {%r4, %r5}, %d11; mov.b64 %d20, {%r5, %r4};"}
+APPROXIMATE = {
+    "ex2": (("ulp", 3), -126.0, 126.0),
+    "lg2": (("ulp", 16), 4.0, 1e6),
+    "rcp": (("ulp", 2), 0.01, 1e6),
+    "rsqrt": (("ulp", 3), 0.01, 1e6),
+    "sqrt": (("ulp", 2), 0.01, 1e6),
+    "sin": (("absolute", 2**-20), -3.0, 3.0),
+    "cos": (("absolute", 2**-20), -3.0, 3.0),
+    "tanh": (("absolute", 2**-10), -4.0, 4.0),
+}
+DIVIDE = {
+    "div.approx": "div.approx.f32 %r10, %r1, %r2;",
+    "div.approx.ftz": "div.approx.ftz.f32 %r10, %r1, %r2;",
+    "div.full": "div.full.f32 %r10, %r1, %r2;",
+}
+LONG = {
+    "add": "add.s64 %d20, %d11, %d12;",
+    "sub": "sub.s64 %d20, %d11, %d12;",
+    "mul.s64": "mul.lo.s64 %d20, %d11, %d12;",
+    "mad": "mad.lo.s64 %d20, %d11, %d12, %d11;",
+    "and": "and.b64 %d20, %d11, %d12;",
+    "or": "or.b64 %d20, %d11, %d12;",
+    "max": "max.s64 %d20, %d11, %d12;",
+    "shl": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shl.b64 %d20, %d11, %r4;",
+    "shr.u64": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shr.u64 %d20, %d11, %r4;",
+    "div.s64": "or.b64 %d13, %d12, 5; div.s64 %d20, %d11, %d13;",
+    "rem.s64": "or.b64 %d13, %d12, 5; rem.s64 %d20, %d11, %d13;",
+    "neg": "neg.s64 %d20, %d11;",
+    **{
+        f"setp.{c}.{t}": f"setp.{c}.{t} %p1, %d11, %d12; selp.b64 %d20, %d11, 7, %p1;"
+        for c, t in (
+            ("eq", "s64"),
+            ("ne", "s64"),
+            ("lt", "s64"),
+            ("ge", "s64"),
+            ("gt", "s64"),
+            ("le", "s64"),
+            ("lt", "u64"),
+            ("gt", "u64"),
+        )
+    },
+    "mul.lo": "mul.lo.u64 %d20, %d11, %d12;",
+    "mul.hi": "mul.hi.u64 %d20, %d11, %d12;",
+    "shr": "cvt.u32.u64 %r4, %d12; and.b32 %r4, %r4, 127; shr.s64 %d20, %d11, %r4;",
+    "min": "min.s64 %d20, %d11, %d12;",
+    "xor": "xor.b64 %d20, %d11, %d12;",
+    "clz": "clz.b64 %r4, %d11; cvt.u64.u32 %d20, %r4;",
+    "div": "or.b64 %d13, %d12, 5; div.u64 %d20, %d11, %d13;",
+    "fma.f64": "fma.rn.f64 %d20, %d11, %d12, %d11;",
+    "pack": "mov.b64 {%r4, %r5}, %d11; mov.b64 %d20, {%r5, %r4};",
+}
 WARP = {
-    **{f"shfl.{m}.{c}": f"and.b32 %r4, %r2, 31; shfl.sync.{m}.b32 %r10|%p1, %r1, {b}, {c}, -1; "
-       "@%p1 xor.b32 %r10, %r10, 1;" for m, b, c in (("idx", "%r4", 31), ("up", 3, 0), ("down", 5, 31), ("bfly", 9, 31),
-                                                    ("idx", "%r4", 6175), ("up", 2, 6144), ("bfly", 3, 7199))},
+    **{
+        f"shfl.{m}.{c}": f"and.b32 %r4, %r2, 31; shfl.sync.{m}.b32 %r10|%p1, %r1, {b}, {c}, -1; "
+        "@%p1 xor.b32 %r10, %r10, 1;"
+        for m, b, c in (
+            ("idx", "%r4", 31),
+            ("up", 3, 0),
+            ("down", 5, 31),
+            ("bfly", 9, 31),
+            ("idx", "%r4", 6175),
+            ("up", 2, 6144),
+            ("bfly", 3, 7199),
+        )
+    },
     "ballot": "setp.lt.s32 %p1, %r1, %r2; vote.sync.ballot.b32 %r10, %p1, -1;",
     "vote.any": "setp.lt.u32 %p1, %r1, 64; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r10, 1, 0, %p2;",
     "vote.all": "setp.gt.u32 %p1, %r1, 64; vote.sync.all.pred %p2, %p1, -1; selp.b32 %r10, 1, 0, %p2;",
-    **{f"redux.{n}": f"redux.sync.{n}.{t} %r10, %r1, -1;" for n, t in (
-        ("add", "u32"), ("min", "s32"), ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32"))},
+    **{
+        f"redux.{n}": f"redux.sync.{n}.{t} %r10, %r1, -1;"
+        for n, t in (("add", "u32"), ("min", "s32"), ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32"))
+    },
     "match": "and.b32 %r4, %r1, 3; match.any.sync.b32 %r10, %r4, -1;",
     "elect": "mov.b32 %r10, 0; elect.sync %r5|%p1, -1; @%p1 mov.b32 %r10, 7;",
     "divergent": "mov.b32 %r10, 0; and.b32 %r4, %r1, 15; LOOP: setp.eq.u32 %p1, %r4, 0; @%p1 bra OUT; "
-                 "add.u32 %r10, %r10, %r2; sub.u32 %r4, %r4, 1; bra LOOP; OUT: bar.warp.sync -1;",
+    "add.u32 %r10, %r10, %r2; sub.u32 %r4, %r4, 1; bra LOOP; OUT: bar.warp.sync -1;",
 }
 
 
@@ -192,8 +329,13 @@ stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r3], {{%r4, %r5, %r6, %r7}}; b
 ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3]; add.s64 %d10, %d2, %d9;
 st.global.v4.b32 [%d10], {{%r4, %r5, %r6, %r7}};"""
         zeros = np.zeros((32, 4), np.uint32)
-        yield Case(f"ldmatrix and stmatrix x4{trans}", "matrix moves", body,
-                   {"in": source, "load": zeros.copy(), "store": zeros.copy()}, ["load", "store"])
+        yield Case(
+            f"ldmatrix and stmatrix x4{trans}",
+            "matrix moves",
+            body,
+            {"in": source, "load": zeros.copy(), "store": zeros.copy()},
+            ["load", "store"],
+        )
 
 
 SETUP = """mov.u32 %r0, %tid.x; mov.b32 %r1, smem; add.s32 %r2, %r1, 65536; setp.ne.u32 %p1, %r0, 0;
@@ -224,14 +366,21 @@ cp.async.{cache}.shared.global [%r3], [%d10], {size}, %r5;
             elif finish == "all":
                 body += "cp.async.wait_all; bar.warp.sync -1;\n"
             else:
-                body += ("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r2];\n"
-                         "WAIT0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0; @!%p4 bra WAIT0;\n")
+                body += (
+                    "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r2];\n"
+                    "WAIT0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0; @!%p4 bra WAIT0;\n"
+                )
             body += f"""mov.b32 %r6, 0; COPY: add.u32 %r7, %r3, %r6; ld.shared.b32 %r8, [%r7]; cvt.u64.u32 %d11, %r6;
 add.s64 %d12, %d1, %d9; add.s64 %d12, %d12, %d11; st.global.b32 [%d12], %r8; add.u32 %r6, %r6, 4;
 setp.lt.u32 %p5, %r6, {size}; @%p5 bra COPY;
 """
-            yield Case(f"cp.async.{cache} {size} {finish}", "cp.async", body,
-                       {"in": source, "out": np.zeros(32 * size // 4, np.uint32)}, ["out"])
+            yield Case(
+                f"cp.async.{cache} {size} {finish}",
+                "cp.async",
+                body,
+                {"in": source, "out": np.zeros(32 * size // 4, np.uint32)},
+                ["out"],
+            )
 
 
 def _tensor_copies() -> Iterator[Case]:
@@ -242,26 +391,48 @@ def _tensor_copies() -> Iterator[Case]:
             array[:] = rng(name).integers(1, 1 << 16, array.shape)
             width = (swizzle or 64) // 2
             size = 16 * width
-            body = SETUP + f"""@%p1 bra WAIT0; mov.b32 %r5, {corner[0]}; mov.b32 %r6, {corner[1]};
+            body = (
+                SETUP
+                + f"""@%p1 bra WAIT0; mov.b32 %r5, {corner[0]}; mov.b32 %r6, {corner[1]};
 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {size};
 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%d0, {{%r5, %r6}}], [%r2];
-""" + WAIT + DUMP.replace("WORDS", str(size // 4))
+"""
+                + WAIT
+                + DUMP.replace("WORDS", str(size // 4))
+            )
             arrays = {"map": aligned(128, np.uint8), "out": np.zeros(size // 4, np.uint32), "array": array}
-            yield Case(name, "tensor copies", body, arrays, ["out"], shared=65600,
-                       maps={"map": ("array", "bf16", (width, 8), swizzle)})
+            yield Case(
+                name,
+                "tensor copies",
+                body,
+                arrays,
+                ["out"],
+                shared=65600,
+                maps={"map": ("array", "bf16", (width, 8), swizzle)},
+            )
     for kind, value in (("f32", "0f40000000"), ("bf16", "0x3FC03FC0")):
         array = aligned((6, 64), np.float32) if kind == "f32" else aligned((6, 64), np.uint16)
         array[:] = 1 if kind == "f32" else 0x3F81
         row = 32 if kind == "f32" else 64
-        body = SETUP + f"""mov.b32 %r10, %r0; mov.b32 %r13, {value};
+        body = (
+            SETUP
+            + f"""mov.b32 %r10, %r0; mov.b32 %r13, {value};
 FILL: shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11;
 st.shared.b32 [%r12], %r13; add.u32 %r10, %r10, 32; setp.lt.u32 %p5, %r10, 256; @%p5 bra FILL;
 fence.proxy.async; bar.sync 0; @%p1 bra END; mov.b32 %r5, 0; mov.b32 %r6, 2;
 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d0, {{%r5, %r6}}], [%r1];
 cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:
 """
-        yield Case(f"tile reduction {kind}", "tensor copies", body, {"map": aligned(128, np.uint8), "array": array},
-                   ["array"], shared=65600, maps={"map": ("array", kind, (row, 8), 128)})
+        )
+        yield Case(
+            f"tile reduction {kind}",
+            "tensor copies",
+            body,
+            {"map": aligned(128, np.uint8), "array": array},
+            ["array"],
+            shared=65600,
+            maps={"map": ("array", kind, (row, 8), 128)},
+        )
 
 
 def _clusters() -> Iterator[Case]:
@@ -270,8 +441,9 @@ mov.b32 %r3, smem; shl.b32 %r4, %r0, 2; add.u32 %r3, %r3, %r4; mapa.shared::clus
 mad.lo.u32 %r6, %r1, 100, %r0; barrier.cluster.arrive; barrier.cluster.wait; st.shared::cluster.b32 [%r5], %r6;
 barrier.cluster.arrive.release; barrier.cluster.wait.acquire; ld.shared.b32 %r7, [%r3]; mad.lo.u32 %r8, %r1, 32, %r0;
 mul.wide.u32 %d9, %r8, 4; add.s64 %d9, %d9, %d0; st.global.b32 [%d9], %r7;"""
-    yield Case("distributed shared memory", "clusters", body, {"out": np.zeros(64, np.uint32)}, ["out"], grid=2,
-               cluster=2)
+    yield Case(
+        "distributed shared memory", "clusters", body, {"out": np.zeros(64, np.uint32)}, ["out"], grid=2, cluster=2
+    )
     total = np.zeros(4, np.uint32)
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""
@@ -293,7 +465,7 @@ def operand_image(values: np.ndarray, span: int, k_major: bool) -> tuple[np.ndar
         offsets = np.empty((rows, chunk_count), np.int64)
         for g in range(groups):
             part = chunk_offsets(rows, width, span, 16, stride, True)
-            offsets[:, g * width:(g + 1) * width] = part + g * leading
+            offsets[:, g * width : (g + 1) * width] = part + g * leading
         data = values
     else:
         # K rows in groups of 8, MN chunks in spans: SBO steps k groups, LBO steps spans (swapped without a swizzle).
@@ -326,19 +498,24 @@ def _wgmma() -> Iterator[Case]:
 
 def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False) -> Case:
     """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers."""
-    name = (f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
-            f"{'integers' if exact else 'random'}")
+    name = (
+        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
+        f"{'integers' if exact else 'random'}"
+    )
     gen = rng(name)
     k = max(16, span // 2) if "K" in majors else 16
-    make = (lambda shape: gen.integers(-8, 9, shape).astype(np.float32)) if exact else (
-        lambda shape: gen.standard_normal(shape).astype(np.float32))
+    make = (
+        (lambda shape: gen.integers(-8, 9, shape).astype(np.float32))
+        if exact
+        else (lambda shape: gen.standard_normal(shape).astype(np.float32))
+    )
     a, b = round_bf16(make((64, k))), round_bf16(make((n, k)))
     a_image, a_lead, a_stride = operand_image(a, span, majors[0] == "K")
     b_image, b_lead, b_stride = operand_image(b, span, majors[1] == "K")
     source = aligned(-(-(a_image.size + 1024 + b_image.size) // 16) * 16, np.uint8)
-    source[:a_image.size] = a_image
+    source[: a_image.size] = a_image
     place = -(-a_image.size // 1024) * 1024
-    source[place:place + b_image.size] = b_image
+    source[place : place + b_image.size] = b_image
 
     def descriptor(lead: int, stride: int) -> int:
         return (lead >> 4) << 16 | (stride >> 4) << 32 | code << 62
@@ -354,20 +531,31 @@ def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, register
         left = "{%r80, %r81, %r82, %r83}"
     arrays["out"] = np.zeros((n // 2, 128), np.float32)
     target = len(arrays) - 1
-    body = SETUP + f"""@%p1 bra WAIT0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {source.size};
+    body = (
+        SETUP
+        + f"""@%p1 bra WAIT0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {source.size};
 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], {source.size}, [%r2];
-""" + WAIT + f"""and.b32 %r50, %r1, 0x3FFFF; shr.u32 %r51, %r50, 4; cvt.u64.u32 %d30, %r51;
+"""
+        + WAIT
+        + f"""and.b32 %r50, %r1, 0x3FFFF; shr.u32 %r51, %r50, 4; cvt.u64.u32 %d30, %r51;
 add.s64 %d31, %d30, {place >> 4};
 or.b64 %d30, %d30, {_signed(descriptor(a_lead, a_stride))}; or.b64 %d31, %d31, {_signed(descriptor(b_lead, b_stride))};
 shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2; and.b32 %r43, %r41, 3;
 mad.lo.u32 %r44, %r40, 16, %r42; mul.wide.u32 %d40, %r44, 32; mul.wide.u32 %d41, %r43, 4; add.s64 %d40, %d40, %d41;
 add.s64 %d40, %d40, %d1;
-""" + ("".join(f"ld.global.b32 %r{80 + i}, [%d40+{256 * (i % 2) + 16 * (i // 2)}];\n" for i in range(4))
-       if registers else "") + f"""setp.ne.u32 %p8, %r1, %r1; wgmma.fence.sync.aligned;
+"""
+        + (
+            "".join(f"ld.global.b32 %r{80 + i}, [%d40+{256 * (i % 2) + 16 * (i // 2)}];\n" for i in range(4))
+            if registers
+            else ""
+        )
+        + f"""setp.ne.u32 %p8, %r1, %r1; wgmma.fence.sync.aligned;
 wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {left}, %d31, %p8, 1, 1, {transposes};
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %d50, %r0, 4; add.s64 %d50, %d50, %d{target};
-""" + "".join(f"st.global.b32 [%d50+{512 * i}], %r{100 + i};\n" for i in range(n // 2))
+"""
+        + "".join(f"st.global.b32 [%d50+{512 * i}], %r{100 + i};\n" for i in range(n // 2))
+    )
     return Case(name, "wgmma", body, arrays, ["out"], "bits" if exact else ("absolute", 2e-5), block=128, shared=65600)
 
 
@@ -384,8 +572,9 @@ def cases() -> Iterator[Case]:
         check = "float"
         if "x2" in name or name in ("cvt.relu", "cvt.bf16"):
             check = "f16" if ".f16x2" in name else "bf16"
-        yield elementwise(f"float {name}", "conversions" if name.startswith("cvt") else "float", code, 3, check=check,
-                          floats=True)
+        yield elementwise(
+            f"float {name}", "conversions" if name.startswith("cvt") else "float", code, 3, check=check, floats=True
+        )
     for name, code in LONG.items():
         yield elementwise(f"64-bit {name}", "integer", code, 2, 64, 64, "float" if "f64" in name else "bits")
     for name, code in WARP.items():
@@ -393,8 +582,14 @@ def cases() -> Iterator[Case]:
     for name, (check, low, high) in APPROXIMATE.items():
         values = [rng(name).uniform(low, high, COUNT).astype(np.float32).view(np.uint32)]
         for ftz in ("", ".ftz") if name in ("ex2", "lg2", "rcp", "rsqrt", "sqrt") else ("",):
-            yield elementwise(f"approximate {name}{ftz}", "approximate", f"{name}.approx{ftz}.f32 %r10, %r1;", 1,
-                              check=check, values=values)
+            yield elementwise(
+                f"approximate {name}{ftz}",
+                "approximate",
+                f"{name}.approx{ftz}.f32 %r10, %r1;",
+                1,
+                check=check,
+                values=values,
+            )
     for name, code in DIVIDE.items():
         values = [rng(f"{name} {i}").uniform(0.1, 100.0, COUNT).astype(np.float32).view(np.uint32) for i in (0, 1)]
         yield elementwise(f"approximate {name}", "approximate", code, 2, check=("ulp", 3), values=values)

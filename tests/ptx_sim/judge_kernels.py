@@ -43,8 +43,13 @@ class Kernel:
         else:
             indices[..., ::5] = -1
             indices[..., 1:9] = indices[..., 11:12]
-        return {"q": q.bfloat16(), "kv": kv.bfloat16(), "indices": indices, "sink": sink,
-                "dout": torch.randn(1, S, self.H, 512, generator=gen).bfloat16()}
+        return {
+            "q": q.bfloat16(),
+            "kv": kv.bfloat16(),
+            "indices": indices,
+            "sink": sink,
+            "dout": torch.randn(1, S, self.H, 512, generator=gen).bfloat16(),
+        }
 
 
 def kernels() -> Iterator[Kernel]:
@@ -56,17 +61,32 @@ def kernels() -> Iterator[Kernel]:
 
 def run(kernel: Kernel, device: str) -> dict[str, np.ndarray]:
     """Forward and backward through the package's own launch code."""
-    from cute_sparse_mla.config import SparseAttentionConfig
     from cute_sparse_mla.hopper import launch
+
+    from cute_sparse_mla.config import SparseAttentionConfig
     from cute_sparse_mla.problem import Problem
+
     t = {name: value.to(device) for name, value in kernel.inputs().items()}
     _, S, H, D = t["q"].shape
     problem = Problem(1, S, t["kv"].shape[1], H, 1, kernel.K, D, 512, torch.bfloat16, torch.int32, has_sink=True)
-    shared = {"sm_scale": D ** -0.5, "topk_length": None, "q_positions": None, "attn_sink": t["sink"]}
+    shared = {"sm_scale": D**-0.5, "topk_length": None, "q_positions": None, "attn_sink": t["sink"]}
     config = SparseAttentionConfig()
     out, lse = launch.fwd(problem, config, t["q"], t["kv"], t["indices"], **shared)
-    dq, dkv, d_sink = launch.bwd(problem, config, t["q"], t["kv"], out, t["dout"], t["indices"], lse, **shared,
-                                 dlse=None, dkv=None, dkv_dtype=None, deterministic=False)
+    dq, dkv, d_sink = launch.bwd(
+        problem,
+        config,
+        t["q"],
+        t["kv"],
+        out,
+        t["dout"],
+        t["indices"],
+        lse,
+        **shared,
+        dlse=None,
+        dkv=None,
+        dkv_dtype=None,
+        deterministic=False,
+    )
     values = {"out": out, "lse": lse, "dq": dq, "dkv": dkv, "d_sink": d_sink}
     return {name: v.float().cpu().numpy() for name, v in values.items()}
 
@@ -91,6 +111,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.file.exists():
         sys.exit(f"{args.file} does not exist: run with --device on a Hopper GPU first")
     from . import project_hopper
+
     if (reason := project_hopper.unavailable()) is not None:
         sys.exit(reason)
     results = dict(np.load(args.file))

@@ -48,6 +48,7 @@ class Launch:
     def program(self, memory: GlobalMemory) -> Program:
         # Emitters register themselves on import.
         from . import opcodes  # noqa: F401
+
         module = _PARSED.get(self.sha256)
         if module is None:
             module = _PARSED[self.sha256] = parse(self.ptx)
@@ -72,8 +73,15 @@ class Launch:
         for i, item in enumerate(memory.allocations()):
             memory.bytes_at(item.base, item.size).tofile(folder / f"tensor{i}.bin")
             tensors.append({"name": item.name, "address": item.base, "size": item.size, "file": f"tensor{i}.bin"})
-        meta = {"kernel": self.kernel, "grid": self.grid, "block": self.block, "cluster": self.cluster,
-                "shared_bytes": self.shared_bytes, "sha256": self.sha256, "tensors": tensors}
+        meta = {
+            "kernel": self.kernel,
+            "grid": self.grid,
+            "block": self.block,
+            "cluster": self.cluster,
+            "shared_bytes": self.shared_bytes,
+            "sha256": self.sha256,
+            "tensors": tensors,
+        }
         (folder / "launch.json").write_text(json.dumps(meta, indent=1) + "\n")
 
     @staticmethod
@@ -87,18 +95,26 @@ class Launch:
             data = np.fromfile(folder / item["file"], np.uint8)
             backing = np.zeros(len(data) + 4096, np.uint8)
             start = (item["address"] - backing.ctypes.data) % 1024
-            array = backing[start:start + len(data)]
+            array = backing[start : start + len(data)]
             array[:] = data
             moves.append((item["address"], item["size"], array.ctypes.data))
             tensors.append((item["name"], array.ctypes.data, len(data), backing))
         for at in range(0, len(params) - 7, 8):
-            value = int.from_bytes(params[at:at + 8], "little")
+            value = int.from_bytes(params[at : at + 8], "little")
             for old, size, new in moves:
                 if old <= value < old + size:
-                    params[at:at + 8] = (value - old + new).to_bytes(8, "little")
+                    params[at : at + 8] = (value - old + new).to_bytes(8, "little")
                     break
-        return Launch((folder / "kernel.ptx").read_text(), meta["kernel"], tuple(meta["grid"]), tuple(meta["block"]),
-                      tuple(meta["cluster"]), meta["shared_bytes"], bytes(params), tensors)
+        return Launch(
+            (folder / "kernel.ptx").read_text(),
+            meta["kernel"],
+            tuple(meta["grid"]),
+            tuple(meta["block"]),
+            tuple(meta["cluster"]),
+            meta["shared_bytes"],
+            bytes(params),
+            tensors,
+        )
 
 
 def dump_if_asked(launch: Launch) -> None:

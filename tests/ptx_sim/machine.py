@@ -229,8 +229,10 @@ class NamedBarrier(Waitable):
     def arrive(self, split: Split, threads: int, count: int, votes: int = 0) -> int:
         """Add arrivals; returns the generation whose end the caller may wait for."""
         if self.arrived and count != self.expected:
-            raise SimError(f"named barrier {self.index}: {threads} threads ask for a count of {count or 'all'}, "
-                           f"earlier arrivals for {self.expected or 'all'} ({', '.join(self.names)})")
+            raise SimError(
+                f"named barrier {self.index}: {threads} threads ask for a count of {count or 'all'}, "
+                f"earlier arrivals for {self.expected or 'all'} ({', '.join(self.names)})"
+            )
         self.expected = count
         self.arrived += threads
         self.votes[0] += votes
@@ -243,8 +245,9 @@ class NamedBarrier(Waitable):
     def release_if_complete(self, cta: Cta) -> None:
         total = self.expected or 32 * cta.live_warps
         if self.arrived > total:
-            raise SimError(f"named barrier {self.index}: {self.arrived} arrivals for a count of {total} "
-                           f"({', '.join(self.names)})")
+            raise SimError(
+                f"named barrier {self.index}: {self.arrived} arrivals for a count of {total} ({', '.join(self.names)})"
+            )
         if self.arrived and self.arrived == total:
             self.generation += 1
             self.arrived = 0
@@ -253,8 +256,10 @@ class NamedBarrier(Waitable):
             cta.machine.wake(self)
 
     def describe(self) -> str:
-        return (f"named barrier {self.index}: {self.arrived} of {self.expected or 'all'} threads arrived "
-                f"({', '.join(self.names)})")
+        return (
+            f"named barrier {self.index}: {self.arrived} of {self.expected or 'all'} threads arrived "
+            f"({', '.join(self.names)})"
+        )
 
 
 class ClusterBarrier(Waitable):
@@ -277,8 +282,9 @@ class ClusterBarrier(Waitable):
             self.cluster.machine.wake(self)
 
     def describe(self) -> str:
-        late = [w.name for cta in self.cluster.ctas for w in cta.warps
-                if w.live.any() and w.cluster_arrivals <= self.phase]
+        late = [
+            w.name for cta in self.cluster.ctas for w in cta.warps if w.live.any() and w.cluster_arrivals <= self.phase
+        ]
         return f"cluster barrier phase {self.phase + 1}; not arrived: {', '.join(late)}"
 
 
@@ -356,8 +362,16 @@ class Report:
 class Machine:
     """Runs one launch of a translated program."""
 
-    def __init__(self, program, launch, memory: GlobalMemory, resident: int = 1, observer: object = None,
-                 policy: object = None, limit: int = 3000) -> None:
+    def __init__(
+        self,
+        program,
+        launch,
+        memory: GlobalMemory,
+        resident: int = 1,
+        observer: object = None,
+        policy: object = None,
+        limit: int = 3000,
+    ) -> None:
         self.program = program
         self.launch = launch
         self.memory = memory
@@ -554,8 +568,17 @@ class Machine:
                     return
         except Deadlock:
             raise
-        except (PtxError, IndexError, KeyError, ValueError, TypeError, ZeroDivisionError, OverflowError,
-                AttributeError, NameError) as error:
+        except (
+            PtxError,
+            IndexError,
+            KeyError,
+            ValueError,
+            TypeError,
+            ZeroDivisionError,
+            OverflowError,
+            AttributeError,
+            NameError,
+        ) as error:
             raise self.locate(error, split, pc) from error
 
     def _slice(self, split: Split) -> None:
@@ -563,8 +586,10 @@ class Machine:
         self.clock = self.clock + 1 if self._slice_mark == self.progress else 0
         self._slice_mark = self.progress
         if self.clock > self.limit:
-            raise Deadlock(f"{self.limit} time slices without progress: {split.warp.name} spins at "
-                           f"{self.program.where_block(split.pc)}\n{self.deadlock_report()}")
+            raise Deadlock(
+                f"{self.limit} time slices without progress: {split.warp.name} spins at "
+                f"{self.program.where_block(split.pc)}\n{self.deadlock_report()}"
+            )
         self.ready.append(split)
 
     def locate(self, error: BaseException, split: Split, pc: int) -> SimError:
@@ -587,8 +612,10 @@ class Machine:
                     for split in warp.splits:
                         waits = split.wait.describe() if split.wait is not None else "its turn"
                         lanes = "" if split.full else f" lanes {np.flatnonzero(split.mask).tolist()}"
-                        lines.append(f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
-                                     f"    at {self.program.where_block(split.pc)}")
+                        lines.append(
+                            f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
+                            f"    at {self.program.where_block(split.pc)}"
+                        )
         return "\n".join(lines)
 
 

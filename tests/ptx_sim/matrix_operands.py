@@ -50,8 +50,9 @@ def decode_umma(value: int) -> Descriptor:
 def decode_wgmma(value: int) -> Descriptor:
     """SM90: start/16 [13:0], LBO/16 [29:16], SBO/16 [45:32], base offset [51:49], swizzle [63:62]."""
     spans = {0: 0, 1: 128, 2: 64, 3: 32}
-    return Descriptor((value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4,
-                      spans[value >> 62 & 3])
+    return Descriptor(
+        (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, spans[value >> 62 & 3]
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -59,8 +59,13 @@ class GlobalMemory:
         span = -(-(base + size - floor) // 16) * 16
         raw = np.frombuffer((ctypes.c_uint8 * max(span, 16)).from_address(floor), np.uint8)
         raw.flags.writeable = True
-        views = {1: raw, 2: raw.view(np.uint16), 4: raw.view(np.uint32), 8: raw.view(np.uint64),
-                 16: raw.view(np.uint32).reshape(-1, 4)}
+        views = {
+            1: raw,
+            2: raw.view(np.uint16),
+            4: raw.view(np.uint32),
+            8: raw.view(np.uint64),
+            16: raw.view(np.uint32).reshape(-1, 4),
+        }
         item = Allocation(name, base, size, owner, floor, views)
         at = bisect.bisect_left(self._starts, base)
         if at < len(self._starts) and self._starts[at] == base:
@@ -94,8 +99,10 @@ class GlobalMemory:
         """Where an address lies, for messages."""
         if not self._items:
             return f"0x{address:x} (no allocation)"
-        item = min(self._items, key=lambda a: 0 if a.base <= address < a.end
-                   else min(abs(address - a.base), abs(address - a.end + 1)))
+        item = min(
+            self._items,
+            key=lambda a: 0 if a.base <= address < a.end else min(abs(address - a.base), abs(address - a.end + 1)),
+        )
         if address < item.base:
             return f"0x{address:x}, {item.base - address} bytes before {item.name} ({item.size} bytes)"
         if address >= item.end:
@@ -111,7 +118,7 @@ class GlobalMemory:
         if item is None:
             raise SimError(f"global access of {size} bytes out of range: {self.describe(address)}")
         start = address - item.floor
-        return item.views[1][start:start + size]
+        return item.views[1][start : start + size]
 
 
 class SharedMemory:
@@ -126,15 +133,20 @@ class SharedMemory:
         self.size = size
         # Anonymous pages: untouched parts of the slots cost nothing.
         raw = np.frombuffer(mmap.mmap(-1, ranks << RANK_SHIFT), np.uint8)
-        self.views = {1: raw, 2: raw.view(np.uint16), 4: raw.view(np.uint32), 8: raw.view(np.uint64),
-                      16: raw.view(np.uint32).reshape(-1, 4)}
+        self.views = {
+            1: raw,
+            2: raw.view(np.uint16),
+            4: raw.view(np.uint32),
+            8: raw.view(np.uint64),
+            16: raw.view(np.uint32).reshape(-1, 4),
+        }
         self.variables: list[tuple[int, int, str]] = []
         self.poison()
 
     def poison(self) -> None:
         for rank in range(self.ranks):
             start = (rank << RANK_SHIFT) >> 2
-            self.views[4][start:start + (self.size >> 2)] = POISON
+            self.views[4][start : start + (self.size >> 2)] = POISON
 
     def check(self, address: int, size: int, what: str = "access") -> None:
         offset = address & OFFSET_MASK
@@ -151,4 +163,4 @@ class SharedMemory:
 
     def bytes_at(self, address: int, size: int) -> np.ndarray:
         self.check(address, size)
-        return self.views[1][address:address + size]
+        return self.views[1][address : address + size]

@@ -17,8 +17,24 @@ from .memory import SimError
 from .parser import Addr, Imm, Instr, Not, PtxError, Reg, Vec
 from .translate import BLOCKING, Program, lookup
 
-COMMUTATIVE = ("add", "mul", "and", "or", "xor", "min", "max", "mov", "cvt", "ld", "st", "neg", "not", "abs", "ex2",
-               "lg2")
+COMMUTATIVE = (
+    "add",
+    "mul",
+    "and",
+    "or",
+    "xor",
+    "min",
+    "max",
+    "mov",
+    "cvt",
+    "ld",
+    "st",
+    "neg",
+    "not",
+    "abs",
+    "ex2",
+    "lg2",
+)
 PASSIVE = ("prefetch", "prefetchu", "nanosleep", "createpolicy", "fence", "griddepcontrol", "setmaxnreg")
 
 
@@ -83,7 +99,7 @@ def candidates(program: Program, visits: list[int]) -> list[Mutant]:
     for number, block in enumerate(program.blocks):
         if not visits[number]:
             continue
-        for instr in program.code[block.first:block.last]:
+        for instr in program.code[block.first : block.last]:
             name, _ = lookup(instr)
             if instr.base in ("bra", "ret", "exit", "trap") or (name in BLOCKING and instr.guard is not None):
                 continue

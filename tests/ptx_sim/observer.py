@@ -23,8 +23,9 @@ class Observer:
 
     # Memory
 
-    def access(self, split: Split, mask: np.ndarray, index: int, space: str, address: np.ndarray, size: int,
-               kind: str) -> None:
+    def access(
+        self, split: Split, mask: np.ndarray, index: int, space: str, address: np.ndarray, size: int, kind: str
+    ) -> None:
         """`size` bytes per active lane; kind is read, write or atomic. Inactive lanes repeat an active address."""
 
     def bulk(self, split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:
@@ -36,15 +37,25 @@ class Observer:
     def tmem(self, split: Split, index: int, shape: str, lane: int, column: int, count: int, kind: str) -> None:
         """tcgen05.ld or st."""
 
-    def mma(self, split: Split, index: int, cta: Cta, shape: Shape, target: int, a: Descriptor | int, b: Descriptor,
-            accumulate: bool) -> None:
+    def mma(
+        self,
+        split: Split,
+        index: int,
+        cta: Cta,
+        shape: Shape,
+        target: int,
+        a: Descriptor | int,
+        b: Descriptor,
+        accumulate: bool,
+    ) -> None:
         """tcgen05.mma on one CTA of the pair; `a` is a descriptor or a tensor-memory address."""
 
     def cp(self, split: Split, index: int, cta: Cta, source: Descriptor, rows: int, width: int, target: int) -> None:
         """tcgen05.cp: shared to tensor memory."""
 
-    def wgmma(self, split: Split, index: int, a: Descriptor | None, b: Descriptor, n: int, a_k_major: bool,
-              b_k_major: bool) -> None:
+    def wgmma(
+        self, split: Split, index: int, a: Descriptor | None, b: Descriptor, n: int, a_k_major: bool, b_k_major: bool
+    ) -> None:
         """wgmma of a whole warpgroup; `a` is None when it comes from registers."""
 
     # Order

@@ -14,8 +14,16 @@ from .ops_memory import address_of, vector_length
 from .parser import SIZES, Addr, Instr, PtxError, Reg, Vec
 from .translate import VIEWS, Emit, op
 
-REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-              "xor": np.bitwise_xor, "inc": None, "dec": None}
+REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "inc": None,
+    "dec": None,
+}
 
 
 def lanes_of(mask: np.ndarray) -> list[int]:
@@ -57,12 +65,23 @@ def complete(split: Split, index: int, address: int, size: int) -> None:
 
 def _check_bulk(size: int, *addresses: int) -> None:
     if size % 16 or any(a % 16 for a in addresses):
-        raise SimError(f"bulk copy of {size} bytes at {', '.join(hex(a) for a in addresses)}: sizes and addresses are "
-                       "multiples of 16")
+        raise SimError(
+            f"bulk copy of {size} bytes at {', '.join(hex(a) for a in addresses)}: sizes and addresses are "
+            "multiples of 16"
+        )
 
 
-def bulk_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, source: np.ndarray, size: np.ndarray,
-              barrier: np.ndarray, cta_mask: np.ndarray | None, from_shared: bool) -> None:
+def bulk_load(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    source: np.ndarray,
+    size: np.ndarray,
+    barrier: np.ndarray,
+    cta_mask: np.ndarray | None,
+    from_shared: bool,
+) -> None:
     """Global or own shared memory to shared memory, completing bytes on an mbarrier."""
     target, barrier = _shared(target, mask), _shared(barrier, mask)
     source = _shared(source, mask) if from_shared else source
@@ -72,13 +91,19 @@ def bulk_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, so
         _check_bulk(count, where, origin)
         ranks = None if cta_mask is None else [r for r in range(16) if int(cta_mask[lane]) >> r & 1]
 
-        def run(count: int = count, where: int = where, origin: int = origin, bar: int = bar,
-                ranks: list | None = ranks) -> None:
+        def run(
+            count: int = count, where: int = where, origin: int = origin, bar: int = bar, ranks: list | None = ranks
+        ) -> None:
             memory = cluster.shared if from_shared else split.machine.memory
             observe(split, index, "shared" if from_shared else "global", origin, count, "read")
             data = memory.bytes_at(origin, count).copy()
-            spots = [(where, bar)] if ranks is None else [
-                ((r << RANK_SHIFT) | (where & OFFSET_MASK), (r << RANK_SHIFT) | (bar & OFFSET_MASK)) for r in ranks]
+            spots = (
+                [(where, bar)]
+                if ranks is None
+                else [
+                    ((r << RANK_SHIFT) | (where & OFFSET_MASK), (r << RANK_SHIFT) | (bar & OFFSET_MASK)) for r in ranks
+                ]
+            )
             for spot, signal in spots:
                 observe(split, index, "shared", spot, count, "write")
                 cluster.shared.bytes_at(spot, count)[:] = data
@@ -87,8 +112,16 @@ def bulk_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, so
         split.machine.submit(AsyncOp("bulk", run, split, index))
 
 
-def bulk_store(split: Split, mask: np.ndarray, index: int, target: np.ndarray, source: np.ndarray, size: np.ndarray,
-               reduction: str | None, kind: str) -> None:
+def bulk_store(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    source: np.ndarray,
+    size: np.ndarray,
+    reduction: str | None,
+    kind: str,
+) -> None:
     """Shared to global memory, optionally reducing."""
     source = _shared(source, mask)
     for lane in lanes_of(mask):
@@ -108,8 +141,17 @@ def bulk_store(split: Split, mask: np.ndarray, index: int, target: np.ndarray, s
         split.machine.submit(AsyncOp("bulk store", run, split, index))
 
 
-def bulk_reduce_shared(split: Split, mask: np.ndarray, index: int, target: np.ndarray, source: np.ndarray,
-                       size: np.ndarray, barrier: np.ndarray, reduction: str, kind: str) -> None:
+def bulk_reduce_shared(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    source: np.ndarray,
+    size: np.ndarray,
+    barrier: np.ndarray,
+    reduction: str,
+    kind: str,
+) -> None:
     """cp.reduce.async.bulk to another CTA's shared memory."""
     target, source, barrier = (_shared(x, mask) for x in (target, source, barrier))
     shared = split.cta.cluster.shared
@@ -199,13 +241,24 @@ def _check_tile(tmap: tensormap.TensorMap, where: int) -> None:
 
 
 def _form(action: str, mode: str, tmap: tensormap.TensorMap, multicast: bool) -> str:
-    return (f"tensor {action} {mode} {tmap.element} rank {tmap.rank} row {tmap.box[0] * tmap.element_bytes} B swizzle "
-            f"{tmap.swizzle}{' multicast' if multicast else ''}")
+    return (
+        f"tensor {action} {mode} {tmap.element} rank {tmap.rank} row {tmap.box[0] * tmap.element_bytes} B swizzle "
+        f"{tmap.swizzle}{' multicast' if multicast else ''}"
+    )
 
 
-def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, descriptor: np.ndarray,
-                barrier: np.ndarray, cta_mask: np.ndarray | None, mode: str, pair: bool,
-                *coordinates: np.ndarray) -> None:
+def tensor_load(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    descriptor: np.ndarray,
+    barrier: np.ndarray,
+    cta_mask: np.ndarray | None,
+    mode: str,
+    pair: bool,
+    *coordinates: np.ndarray,
+) -> None:
     """TMA load: one box (or four gathered rows) into shared memory of one or several CTAs."""
     target, barrier = _shared(target, mask), _shared(barrier, mask)
     cluster = split.cta.cluster
@@ -223,8 +276,9 @@ def tensor_load(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
                     # With .cta_group::2 the signal goes to the CTA of the destination's pair that has the parity of
                     # the barrier operand's CTA; otherwise to the destination CTA itself.
                     signal = (rank & ~1) | (bar >> RANK_SHIFT & 1) if pair else rank
-                    spots.append(((rank << RANK_SHIFT) | (where & OFFSET_MASK),
-                                  (signal << RANK_SHIFT) | (bar & OFFSET_MASK)))
+                    spots.append(
+                        ((rank << RANK_SHIFT) | (where & OFFSET_MASK), (signal << RANK_SHIFT) | (bar & OFFSET_MASK))
+                    )
         elif not pair and where >> RANK_SHIFT != bar >> RANK_SHIFT:
             raise SimError("tensor load signals a barrier of another CTA without .cta_group::2")
 
@@ -249,7 +303,7 @@ def scatter_chunks(shared: object, tmap: tensormap.TensorMap, base: int, data: n
     if width == 16:
         shared.views[16][starts >> 4] = data.view(np.uint32).reshape(*starts.shape, 4)
     else:
-        shared.views[1][base:base + data.size] = data.reshape(-1)
+        shared.views[1][base : base + data.size] = data.reshape(-1)
 
 
 def gather_chunks(shared: object, tmap: tensormap.TensorMap, base: int, rows: int) -> np.ndarray:
@@ -257,11 +311,19 @@ def gather_chunks(shared: object, tmap: tensormap.TensorMap, base: int, rows: in
     starts = tensormap.shared_offsets(tmap, rows, base)
     if width % 16 == 0:
         return shared.views[16][starts >> 4].reshape(rows, -1).view(np.uint8)
-    return shared.views[1][base:base + rows * width].reshape(rows, width).copy()
+    return shared.views[1][base : base + rows * width].reshape(rows, width).copy()
 
 
-def tensor_store(split: Split, mask: np.ndarray, index: int, descriptor: np.ndarray, source: np.ndarray, mode: str,
-                 reduction: str | None, *coordinates: np.ndarray) -> None:
+def tensor_store(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    descriptor: np.ndarray,
+    source: np.ndarray,
+    mode: str,
+    reduction: str | None,
+    *coordinates: np.ndarray,
+) -> None:
     """TMA store or reduction: rows and elements outside the tensor are dropped."""
     source = _shared(source, mask)
     shared = split.cta.cluster.shared
@@ -279,11 +341,14 @@ def tensor_store(split: Split, mask: np.ndarray, index: int, descriptor: np.ndar
             shared.check(origin, size, "tensor store")
             observe(split, index, "shared", origin, size, "read")
             data = gather_chunks(shared, tmap, origin, count)[rows.valid]
-            if split.machine.observer is None and not reduction and tensormap.store_rows(
-                    tmap, split.machine.memory, rows, data):
+            if (
+                split.machine.observer is None
+                and not reduction
+                and tensormap.store_rows(tmap, split.machine.memory, rows, data)
+            ):
                 return
             for (offset, length), row in zip(rows.existing(tmap.element_bytes), data, strict=False):
-                piece = row[first:first + length]
+                piece = row[first : first + length]
                 observe(split, index, "global", tmap.address + offset, length, "reduce" if reduction else "write")
                 out = split.machine.memory.bytes_at(tmap.address + offset, length)
                 if reduction:
@@ -304,22 +369,43 @@ def cp_tensor(emit: Emit, instr: Instr) -> None:
         tmap, source = instr.operands[:2]
         coordinates = [emit.src(c, "u32") for c in tmap.coords]
         reduction = next((p for p in instr.parts if p in REDUCTIONS), None)
-        emit.call(tensor_store, emit.address(Addr(tmap.base, tmap.offset), "u64"),
-                  address_of(emit, source, "shared::cta"), repr(mode), repr(reduction), *coordinates)
+        emit.call(
+            tensor_store,
+            emit.address(Addr(tmap.base, tmap.offset), "u64"),
+            address_of(emit, source, "shared::cta"),
+            repr(mode),
+            repr(reduction),
+            *coordinates,
+        )
         return
     target, tmap, barrier, *rest = instr.operands
     coordinates = [emit.src(c, "u32") for c in tmap.coords]
     cta_mask = emit.src(rest[0], "u16") if instr.has("multicast::cluster") else "None"
-    emit.call(tensor_load, address_of(emit, target, spaces[0]), emit.address(Addr(tmap.base, tmap.offset), "u64"),
-              barrier_address(emit, barrier, instr), cta_mask, repr(mode), str(instr.has("cta_group::2")),
-              *coordinates)
+    emit.call(
+        tensor_load,
+        address_of(emit, target, spaces[0]),
+        emit.address(Addr(tmap.base, tmap.offset), "u64"),
+        barrier_address(emit, barrier, instr),
+        cta_mask,
+        repr(mode),
+        str(instr.has("cta_group::2")),
+        *coordinates,
+    )
 
 
 # st.async, red.async --------------------------------------------------------------------------------------------------
 
 
-def _store_async(split: Split, mask: np.ndarray, index: int, target: np.ndarray, barrier: np.ndarray,
-                 rows: np.ndarray, reduction: str | None, kind: str) -> None:
+def _store_async(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    barrier: np.ndarray,
+    rows: np.ndarray,
+    reduction: str | None,
+    kind: str,
+) -> None:
     """Write each lane's bytes to (remote) shared memory and complete them on the barrier there."""
     cells = np.ascontiguousarray(rows).reshape(32, -1).view(np.uint8).copy()
     target, barrier, mask = _shared(target, mask).copy(), _shared(barrier, mask).copy(), mask.copy()
@@ -348,15 +434,22 @@ def store_async(emit: Emit, instr: Instr) -> None:
     names = [emit.src(item, bits) for item in items]
     rows = names[0] if vector_length(instr) == 1 else emit.temp(f"np.stack(({', '.join(names)}), 1)")
     reduction = next((p for p in instr.parts if p in REDUCTIONS), None)
-    emit.call(_store_async, address_of(emit, target, "shared::cluster"), barrier_address(emit, barrier, instr), rows,
-              repr(reduction), repr(kind))
+    emit.call(
+        _store_async,
+        address_of(emit, target, "shared::cluster"),
+        barrier_address(emit, barrier, instr),
+        rows,
+        repr(reduction),
+        repr(kind),
+    )
 
 
 # Cluster launch control -----------------------------------------------------------------------------------------------
 
 
-def _try_cancel(split: Split, mask: np.ndarray, index: int, target: np.ndarray, barrier: np.ndarray,
-                multicast: bool) -> None:
+def _try_cancel(
+    split: Split, mask: np.ndarray, index: int, target: np.ndarray, barrier: np.ndarray, multicast: bool
+) -> None:
     """Take the next cluster of the grid that has not started (PTX ISA 9.7.13.16).
 
     The 16-byte response is opaque; here word 0 is 1 on success and words 1 to 3 are the first CTA's coordinates.
@@ -382,8 +475,12 @@ def _try_cancel(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
 @op("clusterlaunchcontrol.try_cancel")
 def clc_cancel(emit: Emit, instr: Instr) -> None:
     target, barrier = instr.operands
-    emit.call(_try_cancel, address_of(emit, target, "shared::cta"), barrier_address(emit, barrier, instr),
-              str(instr.has("multicast::cluster::all")))
+    emit.call(
+        _try_cancel,
+        address_of(emit, target, "shared::cta"),
+        barrier_address(emit, barrier, instr),
+        str(instr.has("multicast::cluster::all")),
+    )
 
 
 @op("clusterlaunchcontrol.query_cancel")
@@ -393,8 +490,11 @@ def clc_query(emit: Emit, instr: Instr) -> None:
     if instr.has("is_canceled"):
         emit.put(target, "pred", f"({low} & np_u64(1)) == 1")
         return
-    words = [f"({low} >> np_u64(32)).astype(np_u32)", f"{high}.astype(np_u32)",
-             f"({high} >> np_u64(32)).astype(np_u32)"]
+    words = [
+        f"({low} >> np_u64(32)).astype(np_u32)",
+        f"{high}.astype(np_u32)",
+        f"({high} >> np_u64(32)).astype(np_u32)",
+    ]
     axis = next((p[-1] for p in instr.parts if p.startswith("get_first_ctaid::")), None)
     if axis:
         emit.put(target, "u32", words["xyz".index(axis)])

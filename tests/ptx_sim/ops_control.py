@@ -65,8 +65,7 @@ def leave(emit: Emit, instr: Instr) -> None:
 def trap(emit: Emit, instr: Instr) -> None:
     if instr.guard is not None:
         register, negated = instr.guard
-        emit.line(f"if ({'~' if negated else ''}{emit.src(register, 'pred')} & M).any(): "
-                  f"{emit.bind(_trap)}(S)")
+        emit.line(f"if ({'~' if negated else ''}{emit.src(register, 'pred')} & M).any(): {emit.bind(_trap)}(S)")
         return
     emit.line(f"{emit.bind(_trap)}(S)")
 
@@ -101,8 +100,16 @@ def bits_of(mask: np.ndarray) -> np.uint32:
 # Named barriers -------------------------------------------------------------------------------------------------------
 
 
-def barrier_sync(split: Split, mask: np.ndarray, index: int, number: np.ndarray, count: np.ndarray | None,
-                 aligned: bool, wait: bool, votes: np.ndarray | None = None) -> bool:
+def barrier_sync(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    number: np.ndarray,
+    count: np.ndarray | None,
+    aligned: bool,
+    wait: bool,
+    votes: np.ndarray | None = None,
+) -> bool:
     """bar.sync and bar.arrive. Returns True while the split must wait."""
     if split.state is not None:
         barrier, generation = split.state
@@ -117,8 +124,10 @@ def barrier_sync(split: Split, mask: np.ndarray, index: int, number: np.ndarray,
     lane = int(mask.argmax())
     barrier: NamedBarrier = split.cta.barrier(int(number[lane]))
     if aligned and mask.tobytes() != split.warp.live.tobytes():
-        raise SimError(f".aligned barrier {barrier.index} executed by lanes {np.flatnonzero(mask).tolist()} of "
-                       f"{int(split.warp.live.sum())}")
+        raise SimError(
+            f".aligned barrier {barrier.index} executed by lanes {np.flatnonzero(mask).tolist()} of "
+            f"{int(split.warp.live.sum())}"
+        )
     # A warp counts as 32 threads whatever lanes have exited; diverged lanes count one by one, the first arrival of
     # the warp also for its exited lanes.
     threads = int(mask.sum())
@@ -299,8 +308,9 @@ def _sync_lanes(emit: Emit, members: object) -> None:
     emit.where = joined
 
 
-def _shuffle(split: Split, mask: np.ndarray, index: int, source: np.ndarray, lane: np.ndarray, clamp: np.ndarray,
-             mode: str) -> tuple[np.ndarray, np.ndarray]:
+def _shuffle(
+    split: Split, mask: np.ndarray, index: int, source: np.ndarray, lane: np.ndarray, clamp: np.ndarray, mode: str
+) -> tuple[np.ndarray, np.ndarray]:
     """shfl.sync (PTX ISA 9.7.9.6): `clamp` packs the segment mask and the clamp value."""
     limit = clamp & np.uint32(31)
     segment = (clamp >> np.uint32(8)) & np.uint32(31)
@@ -335,8 +345,15 @@ def _shuffle_zero(split: Split, mask: np.ndarray, index: int, source: np.ndarray
 def shfl(emit: Emit, instr: Instr) -> None:
     target, source, lane, clamp, members = instr.operands
     mode = instr.parts[2]
-    if mode == "idx" and emit.full and instr.guard is None and isinstance(lane, Imm) and isinstance(clamp, Imm) \
-            and clamp.value == 31 and not isinstance(target, Pair):
+    if (
+        mode == "idx"
+        and emit.full
+        and instr.guard is None
+        and isinstance(lane, Imm)
+        and isinstance(clamp, Imm)
+        and clamp.value == 31
+        and not isinstance(target, Pair)
+    ):
         # Broadcast of one lane, the form that makes warp-uniform values.
         emit.put(target, "u32", f"{emit.src(source, 'u32')}[{lane.value & 31}]")
         return
@@ -365,12 +382,19 @@ def vote(emit: Emit, instr: Instr) -> None:
         emit.put(target, "pred", f"({predicate} == {emit.mask}).all() or not {predicate}.any()")
 
 
-_REDUX = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-          "xor": np.bitwise_xor}
+_REDUX = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
-def _redux(split: Split, mask: np.ndarray, index: int, source: np.ndarray, name: str, absolute: bool,
-           nan: bool) -> np.ndarray:
+def _redux(
+    split: Split, mask: np.ndarray, index: int, source: np.ndarray, name: str, absolute: bool, nan: bool
+) -> np.ndarray:
     values = source[mask]
     if not len(values):
         return np.zeros((), source.dtype)
@@ -387,8 +411,11 @@ def redux(emit: Emit, instr: Instr) -> None:
     target, source, members = instr.operands
     kind = instr.type
     _sync_lanes(emit, members)
-    emit.put(target, kind, emit.value(_redux, emit.src(source, kind), repr(instr.parts[2]), str(instr.has("abs")),
-                                      str(instr.has("NaN"))))
+    emit.put(
+        target,
+        kind,
+        emit.value(_redux, emit.src(source, kind), repr(instr.parts[2]), str(instr.has("abs")), str(instr.has("NaN"))),
+    )
 
 
 def _elect(split: Split, mask: np.ndarray, index: int) -> np.ndarray:

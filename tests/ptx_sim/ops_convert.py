@@ -43,8 +43,9 @@ def half_directed(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
     return np.where(away, np.nextafter(near, np.float16(0)), near).view(np.uint16)
 
 
-def _pack(split: object, mask: object, index: int, high: np.ndarray, low: np.ndarray, kind: str, mode: str,
-          relu: bool) -> np.ndarray:
+def _pack(
+    split: object, mask: object, index: int, high: np.ndarray, low: np.ndarray, kind: str, mode: str, relu: bool
+) -> np.ndarray:
     if mode == "rn" and kind == "bf16" and not relu:
         # The hot path of attention kernels: both halves rounded in place, NaN checked once.
         a, b = high.view(np.uint32), low.view(np.uint32)
@@ -66,8 +67,9 @@ _1, _16, _7FFF, _HIGH = np.uint32(1), np.uint32(16), np.uint32(0x7FFF), np.uint3
 def _fp8_tables(mantissa: int, bias: int, top: float) -> tuple[np.ndarray, np.ndarray]:
     codes = np.arange(128)
     exponent, fraction = codes >> mantissa, codes & ((1 << mantissa) - 1)
-    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias - mantissa),
-                      (1 + fraction / 2 ** mantissa) * 2.0 ** (exponent - bias))
+    values = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias - mantissa), (1 + fraction / 2**mantissa) * 2.0 ** (exponent - bias)
+    )
     keep = values <= top
     return codes[keep], values[keep]
 
@@ -149,7 +151,7 @@ def _integer_to_integer(emit: Emit, instr: Instr, d: Reg, a: object, target: str
     value = emit.src(a, source)
     if instr.has("sat"):
         info = np.iinfo(f"{'u' if target[0] == 'u' else 'i'}{int(target[1:]) // 8}")
-        value = emit.temp(f"np.clip({value}.astype(np_s64), {info.min}, {min(info.max, 2 ** 63 - 1)})")
+        value = emit.temp(f"np.clip({value}.astype(np_s64), {info.min}, {min(info.max, 2**63 - 1)})")
     emit.put(d, target, f"{value}.astype(np_{target})")
 
 
@@ -247,8 +249,9 @@ def _pack_vector(emit: Emit, d: Reg, a: Vec, kind: str) -> None:
         emit.line(f"{name}h[:] = {high}")
         return
     view = VIEWS[kind]
-    terms = [f"({emit.src(item, f'u{width}')}.astype(np_{view}) << np_{view}({i * width}))"
-             for i, item in enumerate(a.items)]
+    terms = [
+        f"({emit.src(item, f'u{width}')}.astype(np_{view}) << np_{view}({i * width}))" for i, item in enumerate(a.items)
+    ]
     emit.put(d, view, " | ".join(terms))
 
 
@@ -256,6 +259,7 @@ def _pack_vector(emit: Emit, d: Reg, a: Vec, kind: str) -> None:
 def cvta(emit: Emit, instr: Instr) -> None:
     """Shared and local windows sit at fixed generic addresses; global, const and param ones are generic already."""
     from .memory import LOCAL_WINDOW, SHARED_WINDOW
+
     kind = instr.type
     d, a = instr.operands
     window = 0
@@ -275,6 +279,7 @@ def cvta(emit: Emit, instr: Instr) -> None:
 @op("isspacep")
 def isspacep(emit: Emit, instr: Instr) -> None:
     from .memory import LOCAL_WINDOW, SHARED_WINDOW
+
     d, a = instr.operands
     address = emit.src(a, "u64")
     space = instr.parts[1]

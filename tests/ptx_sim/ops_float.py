@@ -39,8 +39,9 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         # A tie for fp32 in the fp64 sum: the exact sum decides, by the error of the addition.
         back = total - product
         error = (product - (total - back)) + (c - back)
-        odd = np.where((error != 0) & np.isfinite(total), np.nextafter(total, np.where(error > 0, np.inf, -np.inf)),
-                       total)
+        odd = np.where(
+            (error != 0) & np.isfinite(total), np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total
+        )
         total = odd
     return total.astype(np.float32)
 
@@ -57,8 +58,9 @@ def _nearest(kind: str) -> str:
 ARITH = {"add": "np_add", "sub": "np_subtract", "mul": "np_multiply"}
 
 
-def _rounded_directed(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, name: str,
-                      mode: str) -> np.ndarray:
+def _rounded_directed(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, name: str, mode: str
+) -> np.ndarray:
     """add/sub/mul in fp32 with a directed rounding: computed in fp64, then nudged."""
     wide = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](a.astype(np.float64), b)
     return directed(wide, mode)
@@ -106,13 +108,20 @@ def _mixed_add(emit: Emit, instr: Instr) -> None:
 
 op(*[f"{n}{r}.f32.{k}" for n in ("add", "sub") for r in ("", ".rn") for k in ("f16", "bf16")])(_mixed_add)
 for _name in ("add", "sub", "mul"):
-    op(*[f"{_name}{r}{m}.{k}" for r in ("", ".rn", ".rz", ".rm", ".rp") for m in ("", ".ftz", ".sat", ".ftz.sat")
-         for k in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2", "f32x2")])(_float_binary)
+    op(
+        *[
+            f"{_name}{r}{m}.{k}"
+            for r in ("", ".rn", ".rz", ".rm", ".rp")
+            for m in ("", ".ftz", ".sat", ".ftz.sat")
+            for k in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2", "f32x2")
+        ]
+    )(_float_binary)
 
 
 def pair_name(emit: Emit, operand: object) -> str:
     """A 64-bit register as 64 fp32 values: lane i's pair at 2 i and 2 i + 1."""
     from .parser import Reg
+
     if isinstance(operand, Reg):
         return f"{emit.name(operand)}p"
     return emit.temp(f"{emit.src(operand, 'u64')}.view(np_f32)")
@@ -145,15 +154,17 @@ def float_to_half(x: np.ndarray, kind: str) -> np.ndarray:
     return bits if kind.startswith("bf16") else bits.view(np.float16)
 
 
-def _half_binary(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, name: str,
-                 kind: str) -> np.ndarray:
+def _half_binary(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, name: str, kind: str
+) -> np.ndarray:
     x, y = half_to_float(a, kind), half_to_float(b, kind)
     functions = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}
     return float_to_half(functions[name](x, y), kind)
 
 
-def _half_fma(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str,
-              relu: bool) -> np.ndarray:
+def _half_fma(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str, relu: bool
+) -> np.ndarray:
     # The product of halves is exact in fp32 and fp64; the fp64 sum is rounded to odd on the way to fp32.
     exact = half_to_float(a, kind).astype(np.float64) * half_to_float(b, kind) + half_to_float(c, kind)
     near = directed(exact, "rz")
@@ -206,8 +217,12 @@ def _minmax(emit: Emit, instr: Instr) -> None:
     kind = instr.type
     d, *sources = instr.operands
     propagate = instr.has("NaN")
-    function = {("min", False): "np_fmin", ("min", True): "np_minimum", ("max", False): "np_fmax",
-                ("max", True): "np_maximum"}[instr.base, propagate]
+    function = {
+        ("min", False): "np_fmin",
+        ("min", True): "np_minimum",
+        ("max", False): "np_fmax",
+        ("max", True): "np_maximum",
+    }[instr.base, propagate]
     if kind in ("f32", "f64"):
         names = [emit.src(x, kind) for x in sources]
         if len(names) == 3:
@@ -221,12 +236,24 @@ def _minmax(emit: Emit, instr: Instr) -> None:
 
 
 for _name in ("min", "max"):
-    op(*[f"{_name}{z}{n}.{k}" for z in ("", ".ftz") for n in ("", ".NaN") for k in (
-        "f32", "f64", "f16", "bf16", "f16x2", "bf16x2")])(_minmax)
+    op(
+        *[
+            f"{_name}{z}{n}.{k}"
+            for z in ("", ".ftz")
+            for n in ("", ".NaN")
+            for k in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")
+        ]
+    )(_minmax)
 
 
-@op(*[f"{n}{z}.{k}" for n in ("neg", "abs") for z in ("", ".ftz") for k in (
-    "f32", "f64", "f16", "bf16", "f16x2", "bf16x2")])
+@op(
+    *[
+        f"{n}{z}.{k}"
+        for n in ("neg", "abs")
+        for z in ("", ".ftz")
+        for k in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")
+    ]
+)
 def sign_ops(emit: Emit, instr: Instr) -> None:
     """neg and abs act on the sign bits, NaN included."""
     kind = instr.type
@@ -251,8 +278,12 @@ def copysign(emit: Emit, instr: Instr) -> None:
 
 @op("testp")
 def testp(emit: Emit, instr: Instr) -> None:
-    test = {"finite": "np.isfinite({0})", "infinite": "np.isinf({0})", "number": "~np_isnan({0})",
-            "notanumber": "np_isnan({0})"}[instr.parts[1]]
+    test = {
+        "finite": "np.isfinite({0})",
+        "infinite": "np.isinf({0})",
+        "number": "~np_isnan({0})",
+        "notanumber": "np_isnan({0})",
+    }[instr.parts[1]]
     emit.put(instr.operands[0], "pred", test.format(emit.src(instr.operands[1], instr.type)))
 
 
@@ -273,8 +304,16 @@ def div(emit: Emit, instr: Instr) -> None:
         emit.put(instr.operands[0], kind, f"{emit.bind(flush)}({emit.src(instr.operands[0], kind)})")
 
 
-UNARY = {"ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
-         "rcp": lambda x: 1.0 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1.0 / np.sqrt(x)}
+UNARY = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "rcp": lambda x: 1.0 / x,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1.0 / np.sqrt(x),
+}
 
 
 def _unary(split: object, mask: object, index: int, x: np.ndarray, name: str, ftz: bool) -> np.ndarray:
@@ -297,8 +336,11 @@ def unary(emit: Emit, instr: Instr) -> None:
     elif kind == "f64":
         emit.put(instr.operands[0], kind, f"{emit.bind(UNARY[instr.base])}({emit.src(instr.operands[1], kind)})")
     else:
-        emit.put(instr.operands[0], kind, emit.value(_unary_half, emit.src(instr.operands[1], kind), repr(instr.base),
-                                                     repr(kind)))
+        emit.put(
+            instr.operands[0],
+            kind,
+            emit.value(_unary_half, emit.src(instr.operands[1], kind), repr(instr.base), repr(kind)),
+        )
 
 
 __all__ = ["float_source", "flush", "fused", "round_bf16", "widen_bf16"]

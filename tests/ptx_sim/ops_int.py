@@ -9,8 +9,18 @@ from .translate import VIEWS, Emit, op
 
 WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 _FLOATS = ("f32", "f64", "f16", "bf16", "f32x2", "f16x2", "bf16x2")
-COMPARE = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-           "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal"}
+COMPARE = {
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "lo": "less",
+    "ls": "less_equal",
+    "hi": "greater",
+    "hs": "greater_equal",
+}
 
 
 def simple(emit: Emit, instr: Instr, function: str) -> None:
@@ -21,14 +31,22 @@ def simple(emit: Emit, instr: Instr, function: str) -> None:
 
 def integer(name: str, function: str) -> None:
     """Register `name` for integer types; float forms of the same mnemonic live in ops_float."""
+
     def emitter(emit: Emit, instr: Instr) -> None:
         simple(emit, instr, function)
+
     for kind in ("u16", "s16", "u32", "s32", "u64", "s64"):
         op(f"{name}.{kind}")(emitter)
 
 
-for _name, _function in (("add", "np_add"), ("sub", "np_subtract"), ("min", "np_minimum"), ("max", "np_maximum"),
-                         ("neg", "np_negative"), ("abs", "np_absolute")):
+for _name, _function in (
+    ("add", "np_add"),
+    ("sub", "np_subtract"),
+    ("min", "np_minimum"),
+    ("max", "np_maximum"),
+    ("neg", "np_negative"),
+    ("abs", "np_absolute"),
+):
     integer(_name, _function)
 
 
@@ -101,8 +119,9 @@ def mad(emit: Emit, instr: Instr) -> None:
 def _divide(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Truncating division; division by zero gives all ones, as hardware does (PTX leaves it unspecified)."""
     if a.dtype.kind == "u":
-        return np.where(b == 0, a.dtype.type(np.iinfo(a.dtype).max), np.floor_divide(a, np.where(b == 0, 1, b)
-                                                                                     .astype(a.dtype)))
+        return np.where(
+            b == 0, a.dtype.type(np.iinfo(a.dtype).max), np.floor_divide(a, np.where(b == 0, 1, b).astype(a.dtype))
+        )
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     quotient = np.floor_divide(a, safe)
     fix = (np.remainder(a, safe) != 0) & ((a < 0) != (safe < 0))
@@ -157,8 +176,9 @@ def shift(emit: Emit, instr: Instr) -> None:
     emit.ufunc(function, [emit.src(a, kind), amount], destination, kind)
 
 
-def _funnel(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool,
-            wrap: bool) -> np.ndarray:
+def _funnel(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: bool
+) -> np.ndarray:
     wide = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     amount = (c & np.uint32(31) if wrap else np.minimum(c, np.uint32(32))).astype(np.uint64)
     if left:
@@ -172,8 +192,9 @@ def funnel_shift(emit: Emit, instr: Instr) -> None:
     emit.put(instr.operands[0], "u32", emit.value(_funnel, a, b, c, str(instr.has("l")), str(instr.has("wrap"))))
 
 
-def _lop3(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray,
-          table: int) -> np.ndarray:
+def _lop3(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int
+) -> np.ndarray:
     out = np.zeros(32, np.uint32)
     for minterm in range(8):
         if table >> minterm & 1:
@@ -189,7 +210,7 @@ def lop3(emit: Emit, instr: Instr) -> None:
 
 def _permute(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """prmt in its default mode: each selector nibble picks a byte, its top bit replicates the sign."""
-    wide = (a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32)))
+    wide = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     out = np.zeros(32, np.uint32)
     for byte in range(4):
         nibble = (selector >> np.uint32(4 * byte)) & np.uint32(15)
@@ -244,8 +265,11 @@ def clz(emit: Emit, instr: Instr) -> None:
 
 @op("bfind")
 def bfind(emit: Emit, instr: Instr) -> None:
-    emit.put(instr.operands[0], "u32", emit.value(_bfind, emit.src(instr.operands[1], instr.type),
-                                                  str(instr.has("shiftamt"))))
+    emit.put(
+        instr.operands[0],
+        "u32",
+        emit.value(_bfind, emit.src(instr.operands[1], instr.type), str(instr.has("shiftamt"))),
+    )
 
 
 @op("brev")
@@ -253,8 +277,9 @@ def brev(emit: Emit, instr: Instr) -> None:
     emit.put(instr.operands[0], instr.type, emit.value(_brev, emit.src(instr.operands[1], instr.type)))
 
 
-def _extract(split: object, mask: object, index: int, a: np.ndarray, position: np.ndarray,
-             length: np.ndarray) -> np.ndarray:
+def _extract(
+    split: object, mask: object, index: int, a: np.ndarray, position: np.ndarray, length: np.ndarray
+) -> np.ndarray:
     width = 8 * a.dtype.itemsize
     out = []
     for x, start, count in zip(a.tolist(), (position & 255).tolist(), (length & 255).tolist(), strict=True):
@@ -270,12 +295,14 @@ def _extract(split: object, mask: object, index: int, a: np.ndarray, position: n
     return np.array(out, f"u{a.dtype.itemsize}").view(a.dtype)
 
 
-def _insert(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, position: np.ndarray,
-            length: np.ndarray) -> np.ndarray:
+def _insert(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray
+) -> np.ndarray:
     width = 8 * a.dtype.itemsize
     out = []
-    for x, y, start, count in zip(a.tolist(), b.tolist(), (position & 255).tolist(), (length & 255).tolist(),
-                                  strict=True):
+    for x, y, start, count in zip(
+        a.tolist(), b.tolist(), (position & 255).tolist(), (length & 255).tolist(), strict=True
+    ):
         field = (((1 << count) - 1) << start) & ((1 << width) - 1)
         out.append((y & ~field) | ((x << start) & field))
     return np.array(out, a.dtype)
@@ -292,12 +319,12 @@ def bfe(emit: Emit, instr: Instr) -> None:
 def bfi(emit: Emit, instr: Instr) -> None:
     kind = instr.type
     d, a, b, c, e = instr.operands
-    emit.put(d, kind, emit.value(_insert, emit.src(a, kind), emit.src(b, kind), emit.src(c, "u32"),
-                                 emit.src(e, "u32")))
+    emit.put(d, kind, emit.value(_insert, emit.src(a, kind), emit.src(b, kind), emit.src(c, "u32"), emit.src(e, "u32")))
 
 
-def _bytes_dot(split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray,
-               signed_a: bool, signed_b: bool) -> np.ndarray:
+def _bytes_dot(
+    split: object, mask: object, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, signed_a: bool, signed_b: bool
+) -> np.ndarray:
     x = a.view(np.int8 if signed_a else np.uint8).reshape(32, 4).astype(np.int64)
     y = b.view(np.int8 if signed_b else np.uint8).reshape(32, 4).astype(np.int64)
     return ((x * y).sum(1) + c.astype(np.int64)).astype(np.uint32)
@@ -329,8 +356,14 @@ def _compare(emit: Emit, instr: Instr, a: str, b: str, relation: str, kind: str)
         # Ordered not-equal is false for NaN, numpy's is true.
         return emit.temp(f"np_less({a}, {b}) | np_greater({a}, {b})")
     if is_float and len(relation) == 3 and relation.endswith("u"):
-        opposite = {"equ": None, "neu": "equal", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal",
-                    "geu": "less"}[relation]
+        opposite = {
+            "equ": None,
+            "neu": "equal",
+            "ltu": "greater_equal",
+            "leu": "greater",
+            "gtu": "less_equal",
+            "geu": "less",
+        }[relation]
         if relation == "equ":
             return emit.temp(f"~(np_less({a}, {b}) | np_greater({a}, {b}))")
         return emit.temp(f"~np_{opposite}({a}, {b})")
@@ -346,8 +379,12 @@ def setp(emit: Emit, instr: Instr) -> None:
     b = float_source(emit, instr.operands[2], signless)
     target = instr.operands[0]
     combine = next((p for p in instr.parts[2:] if p in ("and", "or", "xor")), None)
-    if combine is None and not isinstance(target, Pair) and relation in COMPARE and not (
-            kind in _FLOATS and relation == "ne"):
+    if (
+        combine is None
+        and not isinstance(target, Pair)
+        and relation in COMPARE
+        and not (kind in _FLOATS and relation == "ne")
+    ):
         emit.ufunc(f"np_{COMPARE[relation]}", [a, b], target, "pred")
         return
     result = emit.temp(_compare(emit, instr, a, b, relation, kind))
@@ -365,8 +402,14 @@ def setp(emit: Emit, instr: Instr) -> None:
 @op("set")
 def set_value(emit: Emit, instr: Instr) -> None:
     out, kind = instr.types[-2:]
-    result = _compare(emit, instr, float_source(emit, instr.operands[1], kind),
-                      float_source(emit, instr.operands[2], kind), instr.parts[1], kind)
+    result = _compare(
+        emit,
+        instr,
+        float_source(emit, instr.operands[1], kind),
+        float_source(emit, instr.operands[2], kind),
+        instr.parts[1],
+        kind,
+    )
     if VIEWS[out] == "f32":
         emit.put(instr.operands[0], "f32", f"{result}.astype(np_f32)")
     else:

@@ -22,7 +22,7 @@ def _count(instr: Instr) -> int:
 
 def _row_chunks(split: Split, address: np.ndarray, count: int, what: str) -> np.ndarray:
     """16-byte chunk index of the 8 * count rows whose addresses the first lanes supply."""
-    rows = address[:8 * count].astype(np.int64)
+    rows = address[: 8 * count].astype(np.int64)
     shared = split.cta.cluster.shared
     low, high = int(rows.min()), int(rows.max())
     shared.check(low, 16, what)
@@ -32,14 +32,15 @@ def _row_chunks(split: Split, address: np.ndarray, count: int, what: str) -> np.
     return rows >> 4
 
 
-def _ldmatrix(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: int,
-              transpose: bool) -> np.ndarray:
+def _ldmatrix(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: int, transpose: bool
+) -> np.ndarray:
     """Register rows [count, 32] of 8x8 matrices of 16-bit elements."""
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("ldmatrix executed by part of a warp")
     chunks = _row_chunks(split, address, count, "ldmatrix")
     if split.machine.observer is not None:
-        split.machine.observer.access(split, mask, index, "shared::cta", address[:8 * count], 16, "read")
+        split.machine.observer.access(split, mask, index, "shared::cta", address[: 8 * count], 16, "read")
     words = split.cta.cluster.shared.views[16][chunks]
     if (words == POISON).any():
         split.machine.finding("ldmatrix of uninitialised shared memory", index)
@@ -49,13 +50,14 @@ def _ldmatrix(split: Split, mask: np.ndarray, index: int, address: np.ndarray, c
     return words.reshape(count, 32)
 
 
-def _stmatrix(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: int, transpose: bool,
-              rows: np.ndarray) -> None:
+def _stmatrix(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: int, transpose: bool, rows: np.ndarray
+) -> None:
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("stmatrix executed by part of a warp")
     chunks = _row_chunks(split, address, count, "stmatrix")
     if split.machine.observer is not None:
-        split.machine.observer.access(split, mask, index, "shared::cta", address[:8 * count], 16, "write")
+        split.machine.observer.access(split, mask, index, "shared::cta", address[: 8 * count], 16, "write")
     words = np.ascontiguousarray(rows).reshape(count, 8, 4)
     if transpose:
         halves = words.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
@@ -113,8 +115,9 @@ def a_fragment(words: np.ndarray, bf16: bool) -> np.ndarray:
     return out
 
 
-def _mma_sync(split: Split, mask: np.ndarray, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray,
-              bf16: bool) -> np.ndarray:
+def _mma_sync(
+    split: Split, mask: np.ndarray, index: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, bf16: bool
+) -> np.ndarray:
     left = a_fragment(a, bf16)
     right = np.empty((8, 8 * len(b)), np.float32)
     values = to_float(np.ascontiguousarray(b).view(np.uint16), bf16).reshape(len(b), 32, 2)
@@ -135,8 +138,10 @@ def mma_sync(emit: Emit, instr: Instr) -> None:
     if shape not in ("m16n8k16", "m16n8k8") or kinds[0] != "f32" or kinds[1] not in ("bf16", "f16"):
         raise PtxError(f"{instr.op} is not modelled")
     d, a, b, c = instr.operands
-    stack = [emit.temp(f"np.stack(({', '.join(emit.src(i, kind) for i in v.items)},))")
-             for v, kind in ((a, "u32"), (b, "u32"), (c, "f32"))]
+    stack = [
+        emit.temp(f"np.stack(({', '.join(emit.src(i, kind) for i in v.items)},))")
+        for v, kind in ((a, "u32"), (b, "u32"), (c, "f32"))
+    ]
     out = emit.value(_mma_sync, *stack, str(kinds[1] == "bf16"))
     for i, item in enumerate(d.items):
         emit.put(item, "f32", f"{out}[{i}]")
@@ -178,8 +183,19 @@ def warpgroup(split: Split) -> Warpgroup:
     return found
 
 
-def wgmma(split: Split, mask: np.ndarray, index: int, a: object, b: np.ndarray, scale_d: np.ndarray, n: int, bf16: bool,
-          flags: tuple, file: np.ndarray, rows: object) -> None:
+def wgmma(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    a: object,
+    b: np.ndarray,
+    scale_d: np.ndarray,
+    n: int,
+    bf16: bool,
+    flags: tuple,
+    file: np.ndarray,
+    rows: object,
+) -> None:
     """One warp's part of a wgmma; the fourth part runs it."""
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("wgmma executed by part of a warp")
@@ -224,8 +240,9 @@ def _product(split: Split, index: int, parts: dict, from_shared: bool, n: int, b
     a_desc = None
     where = f"swizzle {decode_wgmma(parts[0][0]).span}" if from_shared else "registers"
     majors = "".join("MN" if t else "K" for t in (transpose_a, transpose_b))
-    machine.report.forms.add(f"wgmma n{n} {'bf16' if bf16 else 'f16'} A {where}, B swizzle {b_desc.span}, "
-                             f"majors {majors}")
+    machine.report.forms.add(
+        f"wgmma n{n} {'bf16' if bf16 else 'f16'} A {where}, B swizzle {b_desc.span}, majors {majors}"
+    )
     if from_shared:
         a_desc = decode_wgmma(parts[0][0])
         left_bits = read_tile(shared, base, a_desc, 64, 16, not transpose_a)

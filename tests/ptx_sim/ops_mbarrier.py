@@ -31,8 +31,10 @@ class Mbarrier(Waitable):
         self.phase = 0
 
     def describe(self) -> str:
-        return (f"mbarrier at {self.cluster.shared.describe(self.address)}: phase {self.phase}, {self.pending} of "
-                f"{self.expected} arrivals and {self.tx} bytes pending")
+        return (
+            f"mbarrier at {self.cluster.shared.describe(self.address)}: phase {self.phase}, {self.pending} of "
+            f"{self.expected} arrivals and {self.tx} bytes pending"
+        )
 
     def settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
@@ -112,8 +114,15 @@ def _invalidate(split: Split, mask: np.ndarray, index: int, address: np.ndarray)
         del split.cta.cluster.mbarriers[where]
 
 
-def arrive(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: np.ndarray | None,
-           tx: np.ndarray | None, drop: bool = False) -> np.ndarray:
+def arrive(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    count: np.ndarray | None,
+    tx: np.ndarray | None,
+    drop: bool = False,
+) -> np.ndarray:
     """Returns the state token of each lane: the number of the phase arrived at."""
     token = np.zeros(32, np.uint64)
     for where, lane, lanes in _each(split, mask, address):
@@ -140,8 +149,9 @@ def _complete(split: Split, mask: np.ndarray, index: int, address: np.ndarray, t
         find(split, where).complete(int(tx[lane]) * lanes)
 
 
-def try_wait(split: Split, mask: np.ndarray, index: int, address: np.ndarray, phase: np.ndarray,
-             parity: bool) -> np.ndarray | None:
+def try_wait(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, phase: np.ndarray, parity: bool
+) -> np.ndarray | None:
     """The predicate of try_wait and test_wait, or None when the split was parked.
 
     A try_wait may suspend the thread and may also return false. Here it suspends until the phase ends; only when
@@ -259,8 +269,10 @@ def cp_async_arrive(emit: Emit, instr: Instr) -> None:
 def _mapa(split: Split, mask: np.ndarray, index: int, address: np.ndarray, rank: np.ndarray) -> np.ndarray:
     """A rank outside the cluster is no error by itself: shipped kernels map every lane and use two."""
     from .memory import OFFSET_MASK, RANK_SHIFT
-    keep = address & address.dtype.type(~(0xFFFFFFFF & ~OFFSET_MASK) & (0xFFFFFFFF if address.itemsize == 4 else
-                                                                       0xFFFFFFFFFFFFFFFF))
+
+    keep = address & address.dtype.type(
+        ~(0xFFFFFFFF & ~OFFSET_MASK) & (0xFFFFFFFF if address.itemsize == 4 else 0xFFFFFFFFFFFFFFFF)
+    )
     return keep | (rank.astype(address.dtype) << address.dtype.type(RANK_SHIFT))
 
 
@@ -274,6 +286,7 @@ def mapa(emit: Emit, instr: Instr) -> None:
 @op("getctarank")
 def getctarank(emit: Emit, instr: Instr) -> None:
     from .memory import RANK_SHIFT
+
     kind = instr.type
     target, address = instr.operands
     emit.put(target, "u32", f"(({emit.src(address, kind)} >> np_{kind}({RANK_SHIFT})) & np_{kind}(255)).astype(np_u32)")

@@ -124,8 +124,9 @@ def atom(emit: Emit, instr: Instr) -> None:
     operands = list(instr.operands)
     target = operands.pop(0) if returns else None
     address_operand = operands.pop(0)
-    name = next(p for p in instr.parts[1:] if p in ("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec",
-                                                   "cas"))
+    name = next(
+        p for p in instr.parts[1:] if p in ("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec", "cas")
+    )
     space = space_of(instr)
     address = address_of(emit, address_operand, space)
     operands = operands[:2] if name == "cas" else operands[:1]
@@ -170,8 +171,15 @@ def hint(emit: Emit, instr: Instr) -> None:
 # cp.async ----------------------------------------------------------------------------------------------------------
 
 
-def _copy_async(split: Split, mask: np.ndarray, index: int, target: np.ndarray, source: np.ndarray, size: int,
-                source_size: np.ndarray | None) -> None:
+def _copy_async(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    target: np.ndarray,
+    source: np.ndarray,
+    size: int,
+    source_size: np.ndarray | None,
+) -> None:
     """Each lane copies `size` bytes global to shared; bytes past the source size are zero-filled."""
     if not mask.any():
         return
@@ -191,7 +199,7 @@ def _copy_async(split: Split, mask: np.ndarray, index: int, target: np.ndarray, 
             store(split, none, index, target, size, "shared::cta", data)
         for lane in np.flatnonzero(mask & (count > 0) & (count < size)):
             row = np.zeros(size, np.uint8)
-            row[:count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
+            row[: count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
             split.cta.cluster.shared.bytes_at(int(target[lane]), size)[:] = row
 
     split.machine.submit(AsyncOp("cp.async", run, split, index))

@@ -38,7 +38,7 @@ def one_lane(mask: np.ndarray, what: str) -> int:
 def _columns(cta: Cta, first: int, count: int, what: str) -> None:
     if first + count > COLUMNS:
         raise SimError(f"{what}: columns {first} to {first + count - 1} exceed tensor memory")
-    if not cta.tmem_owner[first:first + count].all():
+    if not cta.tmem_owner[first : first + count].all():
         raise SimError(f"{what}: columns {first} to {first + count - 1} are not all allocated")
 
 
@@ -56,8 +56,8 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
     if not cta.tmem_permit:
         raise SimError("tcgen05.alloc after relinquish_alloc_permit")
     for first in range(0, COLUMNS, max(wanted, 32)):
-        if not cta.tmem_owner[first:first + wanted].any():
-            cta.tmem_owner[first:first + wanted] = index + 1
+        if not cta.tmem_owner[first : first + wanted].any():
+            cta.tmem_owner[first : first + wanted] = index + 1
             where = int(target[lane])
             cta.cluster.shared.bytes_at(where, 4).view(np.uint32)[0] = first
             return False
@@ -71,10 +71,10 @@ def _dealloc(split: Split, mask: np.ndarray, index: int, address: np.ndarray, co
     lane = int(mask.argmax())
     first, wanted = int(address[lane]) & 0xFFFF, int(count[lane])
     owner = split.cta.tmem_owner
-    if not owner[first:first + wanted].all():
+    if not owner[first : first + wanted].all():
         raise SimError(f"tcgen05.dealloc of columns {first} to {first + wanted - 1}, which are not all allocated")
-    owner[first:first + wanted] = 0
-    split.cta.tmem[first:first + wanted] = POISON
+    owner[first : first + wanted] = 0
+    split.cta.tmem[first : first + wanted] = POISON
     split.machine.wake(split.cta.tmem_wait)
 
 
@@ -146,13 +146,16 @@ def _place(split: Split, address: np.ndarray, shape: str, what: str) -> tuple[in
     if lane < 32:
         lane += window
     if lane & ~31 != window or (shape == "32x32b" and lane & 31) or lane & 15:
-        raise SimError(f"{what}: lane {lane} is not accessible to warp {split.warp.index}, whose lanes are "
-                       f"{window} to {window + 31}")
+        raise SimError(
+            f"{what}: lane {lane} is not accessible to warp {split.warp.index}, whose lanes are "
+            f"{window} to {window + 31}"
+        )
     return lane, column
 
 
-def _load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, shape: str, count: int, pack: bool,
-          half: int) -> np.ndarray:
+def _load(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, shape: str, count: int, pack: bool, half: int
+) -> np.ndarray:
     """Register rows [registers, 32]."""
     lane, column = _place(split, address, shape, "tcgen05.ld")
     cta = split.cta
@@ -161,7 +164,7 @@ def _load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, shape
     times = 2 if pack else 1
     if shape == "32x32b":
         _columns(cta, column, count * times, "tcgen05.ld")
-        rows = cta.tmem[column:column + count * times, lane:lane + 32]
+        rows = cta.tmem[column : column + count * times, lane : lane + 32]
     else:
         lanes, columns, width = fragment(shape, count * times)
         _columns(cta, column, width, "tcgen05.ld")
@@ -170,15 +173,26 @@ def _load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, shape
             columns = columns + half * (np.arange(32)[None, :] >> 4)
         rows = cta.tmem[column + columns, lane + lanes]
     if (rows == POISON).any():
-        split.machine.finding(f"tcgen05.ld of uninitialised tensor memory: lanes from {lane}, columns from {column} by "
-                              f"{split.warp.name}", index)
+        split.machine.finding(
+            f"tcgen05.ld of uninitialised tensor memory: lanes from {lane}, columns from {column} by {split.warp.name}",
+            index,
+        )
     if pack:
         return (rows[0::2] & np.uint32(0xFFFF)) | (rows[1::2] << np.uint32(16))
     return rows
 
 
-def _store(split: Split, mask: np.ndarray, index: int, address: np.ndarray, shape: str, count: int, unpack: bool,
-           half: int, rows: np.ndarray) -> None:
+def _store(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    shape: str,
+    count: int,
+    unpack: bool,
+    half: int,
+    rows: np.ndarray,
+) -> None:
     lane, column = _place(split, address, shape, "tcgen05.st")
     cta = split.cta
     if split.machine.observer is not None:
@@ -189,7 +203,7 @@ def _store(split: Split, mask: np.ndarray, index: int, address: np.ndarray, shap
         rows, count = wide, 2 * count
     if shape == "32x32b":
         _columns(cta, column, count, "tcgen05.st")
-        cta.tmem[column:column + count, lane:lane + 32] = rows
+        cta.tmem[column : column + count, lane : lane + 32] = rows
         return
     lanes, columns, width = fragment(shape, count)
     _columns(cta, column, width, "tcgen05.st")
@@ -238,17 +252,22 @@ def ld(emit: Emit, instr: Instr) -> None:
             emit.put(item, "u32", f"{rows}[{i}]")
     if reduced is not None:
         name = "min" if instr.has("min") else "max"
-        emit.put(reduced, instr.type, emit.value(_reduce, rows, repr(name), repr(instr.type), str(instr.has("abs")),
-                                                 str(instr.has("NaN"))))
+        emit.put(
+            reduced,
+            instr.type,
+            emit.value(_reduce, rows, repr(name), repr(instr.type), str(instr.has("abs")), str(instr.has("NaN"))),
+        )
 
 
-def _reduce(split: Split, mask: np.ndarray, index: int, rows: np.ndarray, name: str, kind: str, absolute: bool,
-            nan: bool) -> np.ndarray:
+def _reduce(
+    split: Split, mask: np.ndarray, index: int, rows: np.ndarray, name: str, kind: str, absolute: bool, nan: bool
+) -> np.ndarray:
     values = np.ascontiguousarray(rows).view({"f32": np.float32, "u32": np.uint32, "s32": np.int32}[kind])
     if absolute:
         values = np.abs(values)
-    function = {("min", True): np.minimum, ("max", True): np.maximum, ("min", False): np.fmin,
-                ("max", False): np.fmax}[name, nan]
+    function = {("min", True): np.minimum, ("max", True): np.maximum, ("min", False): np.fmin, ("max", False): np.fmax}[
+        name, nan
+    ]
     return function.reduce(values, axis=0)
 
 
@@ -261,8 +280,7 @@ def st(emit: Emit, instr: Instr) -> None:
     half = operands.pop(0).value if shape == "16x32bx2" else 0
     items = _items(operands[0])
     at = emit.rows(items)
-    rows = f"RF[{at}]" if at is not None else emit.temp(
-        f"np.stack(({', '.join(emit.src(i, 'u32') for i in items)},))")
+    rows = f"RF[{at}]" if at is not None else emit.temp(f"np.stack(({', '.join(emit.src(i, 'u32') for i in items)},))")
     emit.call(_store, address, repr(shape), str(count), str(instr.has("unpack::16b")), str(half), rows)
 
 
@@ -320,8 +338,9 @@ def check_shape(shape: Shape, pair: bool, ws: bool) -> None:
     else:
         good = ((m == 64 and n % 8 == 0) or (m == 128 and n % 16 == 0)) and 8 <= n <= 256
     if not good:
-        raise SimError(f"tcgen05.mma shape M {m}, N {n} is not allowed for cta_group::{2 if pair else 1}"
-                       f"{' .ws' if ws else ''}")
+        raise SimError(
+            f"tcgen05.mma shape M {m}, N {n} is not allowed for cta_group::{2 if pair else 1}{' .ws' if ws else ''}"
+        )
 
 
 def _pair_of(split: Split, pair: bool) -> list[Cta]:
@@ -334,8 +353,20 @@ def _pair_of(split: Split, pair: bool) -> list[Cta]:
     return [ctas[cta.rank & ~1], ctas[cta.rank | 1]]
 
 
-def mma(split: Split, mask: np.ndarray, index: int, d: np.ndarray, a: np.ndarray, b: np.ndarray, idesc: np.ndarray,
-        enable: np.ndarray, a_in_tmem: bool, pair: bool, ws: bool, disable: tuple = ()) -> None:
+def mma(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    d: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    idesc: np.ndarray,
+    enable: np.ndarray,
+    a_in_tmem: bool,
+    pair: bool,
+    ws: bool,
+    disable: tuple = (),
+) -> None:
     """D = A B (+ D) in fp32, K = 16."""
     lane = one_lane(mask, "tcgen05.mma")
     if lane < 0:
@@ -352,8 +383,10 @@ def mma(split: Split, mask: np.ndarray, index: int, d: np.ndarray, a: np.ndarray
     majors = "".join("K" if major else "MN" for major in (shape.a_k_major, shape.b_k_major))
     where = "tmem" if a_in_tmem else f"swizzle {decode_umma(a_value).span}"
     element = "bf16" if shape.a_bf16 else "f16"
-    split.machine.report.forms.add(f"umma cta_group::{2 if pair else 1}{' ws' if ws else ''} M{shape.m} N{shape.n} "
-                                   f"{element} A {where}, B swizzle {b_desc.span}, majors {majors}")
+    split.machine.report.forms.add(
+        f"umma cta_group::{2 if pair else 1}{' ws' if ws else ''} M{shape.m} N{shape.n} "
+        f"{element} A {where}, B swizzle {b_desc.span}, majors {majors}"
+    )
 
     def run() -> None:
         _product(split, index, shape, target, a_value, b_desc, accumulate, a_in_tmem, pair, ws)
@@ -361,8 +394,18 @@ def mma(split: Split, mask: np.ndarray, index: int, d: np.ndarray, a: np.ndarray
     split.machine.submit(AsyncOp("tcgen05", run, split, index))
 
 
-def _product(split: Split, index: int, shape: Shape, target: int, a_value: int, b_desc: Descriptor, accumulate: bool,
-             a_in_tmem: bool, pair: bool, ws: bool) -> None:
+def _product(
+    split: Split,
+    index: int,
+    shape: Shape,
+    target: int,
+    a_value: int,
+    b_desc: Descriptor,
+    accumulate: bool,
+    a_in_tmem: bool,
+    pair: bool,
+    ws: bool,
+) -> None:
     ctas = _pair_of(split, pair)
     shared = split.cta.cluster.shared
     machine = split.machine
@@ -383,8 +426,9 @@ def _product(split: Split, index: int, shape: Shape, target: int, a_value: int, 
         if a_desc is not None:
             bits = read_tile(shared, cta.base, a_desc, rows, 16, shape.a_k_major)
             if has_poison(bits):
-                machine.finding(f"tcgen05.mma reads uninitialised shared memory as A ({a_desc}) for {split.warp.name}",
-                                index)
+                machine.finding(
+                    f"tcgen05.mma reads uninitialised shared memory as A ({a_desc}) for {split.warp.name}", index
+                )
             whole = to_float(bits, shape.a_bf16)
         parts = segments(shape.m, shape.n, pair, ws, target >> 16)
         _columns(cta, column, max(p[4] for p in parts), "tcgen05.mma accumulator")
@@ -392,19 +436,24 @@ def _product(split: Split, index: int, shape: Shape, target: int, a_value: int, 
             if whole is None:
                 a_column = a_value & 0xFFFF
                 _columns(cta, a_column, 8, "tcgen05.mma operand A")
-                words = np.ascontiguousarray(cta.tmem[a_column:a_column + 8, first_lane:first_lane + count].T)
+                words = np.ascontiguousarray(cta.tmem[a_column : a_column + 8, first_lane : first_lane + count].T)
                 if (words == POISON).any():
-                    machine.finding(f"tcgen05.mma reads uninitialised tensor memory as A (column {a_column}) for "
-                                    f"{split.warp.name}", index)
+                    machine.finding(
+                        f"tcgen05.mma reads uninitialised tensor memory as A (column {a_column}) for {split.warp.name}",
+                        index,
+                    )
                 a = to_float(words.view(np.uint16), shape.a_bf16)
             else:
-                a = whole[first_row:first_row + count]
-            out = b[first_n:first_n + width] @ a.T
-            cells = cta.tmem[column:column + width, first_lane:first_lane + count].view(np.float32)
+                a = whole[first_row : first_row + count]
+            out = b[first_n : first_n + width] @ a.T
+            cells = cta.tmem[column : column + width, first_lane : first_lane + count].view(np.float32)
             if accumulate:
                 if (cells.view(np.uint32) == POISON).any():
-                    machine.finding(f"tcgen05.mma accumulates on uninitialised tensor memory (column {column}) for "
-                                    f"{split.warp.name}", index)
+                    machine.finding(
+                        f"tcgen05.mma accumulates on uninitialised tensor memory (column {column}) for "
+                        f"{split.warp.name}",
+                        index,
+                    )
                 cells += out
             else:
                 cells[:] = out
@@ -421,9 +470,18 @@ def tcgen05_mma(emit: Emit, instr: Instr) -> None:
         disable = emit.temp(f"({', '.join(emit.src(w, 'u32') for w in rest.pop(0).items)},)")
     if len(rest) > 1 and not (isinstance(rest[1], Imm) and rest[1].value == 0):
         raise PtxError("tcgen05.mma with scale-input-d or a zero-column mask is not modelled")
-    emit.call(mma, emit.address(d, "u32"), emit.address(a, "u32") if in_tmem else emit.src(a, "u64"),
-              emit.src(b, "u64"), emit.src(idesc, "u32"), emit.src(rest[0], "pred"), str(in_tmem),
-              str(instr.has("cta_group::2")), str(instr.has("ws")), disable)
+    emit.call(
+        mma,
+        emit.address(d, "u32"),
+        emit.address(a, "u32") if in_tmem else emit.src(a, "u64"),
+        emit.src(b, "u64"),
+        emit.src(idesc, "u32"),
+        emit.src(rest[0], "pred"),
+        str(in_tmem),
+        str(instr.has("cta_group::2")),
+        str(instr.has("ws")),
+        disable,
+    )
 
 
 def _commit(split: Split, mask: np.ndarray, index: int, address: np.ndarray, cta_mask: np.ndarray | None) -> None:
@@ -458,8 +516,16 @@ def commit(emit: Emit, instr: Instr) -> None:
 CP_SHAPES = {"128x256b": (128, 32), "128x128b": (128, 16), "4x256b": (4, 32), "64x128b": (64, 16), "32x128b": (32, 16)}
 
 
-def _cp(split: Split, mask: np.ndarray, index: int, address: np.ndarray, descriptor: np.ndarray, name: str, spread: str,
-        pair: bool) -> None:
+def _cp(
+    split: Split,
+    mask: np.ndarray,
+    index: int,
+    address: np.ndarray,
+    descriptor: np.ndarray,
+    name: str,
+    spread: str,
+    pair: bool,
+) -> None:
     lane = one_lane(mask, "tcgen05.cp")
     if lane < 0:
         return
@@ -480,14 +546,14 @@ def _cp(split: Split, mask: np.ndarray, index: int, address: np.ndarray, descrip
             first = target >> 16
             if spread == "warpx4":
                 for w in range(4):
-                    cta.tmem[column:column + words, 32 * w:32 * w + 32] = data
+                    cta.tmem[column : column + words, 32 * w : 32 * w + 32] = data
             elif spread in ("warpx2::02_13", "warpx2::01_23"):
                 pairs = ((0, 2), (1, 3)) if spread.endswith("02_13") else ((0, 1), (2, 3))
                 for half, warps in enumerate(pairs):
                     for w in warps:
-                        cta.tmem[column:column + words, 32 * w:32 * w + 32] = data[:, 32 * half:32 * half + 32]
+                        cta.tmem[column : column + words, 32 * w : 32 * w + 32] = data[:, 32 * half : 32 * half + 32]
             else:
-                cta.tmem[column:column + words, first:first + rows] = data
+                cta.tmem[column : column + words, first : first + rows] = data
 
     split.machine.submit(AsyncOp("tcgen05", run, split, index))
 
@@ -498,5 +564,11 @@ def cp(emit: Emit, instr: Instr) -> None:
     if name is None or any(p.startswith(("b8x16", "b4x16", "b6x16")) for p in instr.parts):
         raise PtxError(f"{instr.op} is not modelled")
     spread = next((p for p in instr.parts if p.startswith("warpx")), "")
-    emit.call(_cp, emit.address(instr.operands[0], "u32"), emit.src(instr.operands[1], "u64"), repr(name), repr(spread),
-              str(instr.has("cta_group::2")))
+    emit.call(
+        _cp,
+        emit.address(instr.operands[0], "u32"),
+        emit.src(instr.operands[1], "u64"),
+        repr(name),
+        repr(spread),
+        str(instr.has("cta_group::2")),
+    )

@@ -160,21 +160,48 @@ class Module:
     text: str
 
 
-TYPE_RE = re.compile(r"(?:[usb](?:8|16|32|64|128)|f(?:16|32|64)|[fb]?f16x2|bf16|f32x2|f16x2|bf16x2|u16x2|s16x2|tf32"
-                     r"|pred|e4m3|e5m2|e4m3x2|e5m2x2|ue8m0x2|e2m1x2|e4m3x4|e5m2x4)")
-SIZES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4,
-         "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}
+TYPE_RE = re.compile(
+    r"(?:[usb](?:8|16|32|64|128)|f(?:16|32|64)|[fb]?f16x2|bf16|f32x2|f16x2|bf16x2|u16x2|s16x2|tf32"
+    r"|pred|e4m3|e5m2|e4m3x2|e5m2x2|ue8m0x2|e2m1x2|e4m3x4|e5m2x4)"
+)
+SIZES = {
+    "pred": 1,
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "b128": 16,
+}
 _REGISTER = re.compile(r"%?[\w$]+")
 _LABEL = re.compile(r"([\w$]+)\s*:(?!:)")
-_VARIABLE = re.compile(r"(?:\.(?:extern|visible|weak)\s+)*\.(shared|local|const|global)\b(?:\s*\.attribute\([^)]*\))?"
-                       r"(?:\s+\.align\s+(\d+))?\s+\.(\w+)\s+([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*(.*))?", re.S)
+_VARIABLE = re.compile(
+    r"(?:\.(?:extern|visible|weak)\s+)*\.(shared|local|const|global)\b(?:\s*\.attribute\([^)]*\))?"
+    r"(?:\s+\.align\s+(\d+))?\s+\.(\w+)\s+([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*(.*))?",
+    re.S,
+)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s+)?([\w$]+)(?:\[(\d+)\])?$")
 _MODULE_VARIABLE = re.compile(r"(?m)^\s*((?:\.(?:extern|visible|weak)\s+)*\.(?:shared|const|global)\b[^;]*);")
 _ENTRY = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.entry\s+([\w$]+)\s*")
-_SPECIAL = re.compile(r"%(?:tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clusterid|nclusterid"
-                      r"|cluster_ctaid|cluster_nctaid|cluster_ctarank|cluster_nctarank|is_explicit_cluster"
-                      r"|lanemask_\w+|clock|clock64|clock_hi|globaltimer\w*|dynamic_smem_size|total_smem_size"
-                      r"|aggr_smem_size|envreg\d+|pm\d+)(?:\.[xyzw])?$")
+_SPECIAL = re.compile(
+    r"%(?:tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clusterid|nclusterid"
+    r"|cluster_ctaid|cluster_nctaid|cluster_ctarank|cluster_nctarank|is_explicit_cluster"
+    r"|lanemask_\w+|clock|clock64|clock_hi|globaltimer\w*|dynamic_smem_size|total_smem_size"
+    r"|aggr_smem_size|envreg\d+|pm\d+)(?:\.[xyzw])?$"
+)
 
 
 def _strip_comments(text: str) -> str:
@@ -274,7 +301,7 @@ class _KernelParser:
             else:
                 stop = text.find(";", pos)
                 if stop < 0:
-                    raise PtxError(f"line {self.line}: statement without ';': {text[pos:pos + 60]!r}")
+                    raise PtxError(f"line {self.line}: statement without ';': {text[pos : pos + 60]!r}")
                 statement = text[pos:stop]
                 self.statement(statement.strip())
                 self.line += statement.count("\n")
@@ -311,13 +338,13 @@ class _KernelParser:
         body = text
         if match := re.match(r"@(!?)(%?[\w$]+)\s+", body):
             guard = (Reg(scope.find(match.group(2)) or self.unknown(match.group(2), line)), bool(match.group(1)))
-            body = body[match.end():]
+            body = body[match.end() :]
         op = re.match(r"\S+", body).group()
-        rest = body[len(op):].strip()
+        rest = body[len(op) :].strip()
         # Inline assembly may break an opcode over lines; a trailing dot then continues in the operand text.
         while op.endswith("."):
             more = re.match(r"\S+", rest).group()
-            op, rest = op + more, rest[len(more):].strip()
+            op, rest = op + more, rest[len(more) :].strip()
         parts = tuple(op.split("."))
         operands = [self.operand(token, scope, line) for token in split_top(rest)] if rest else []
         return Instr(op, parts, operands, guard, line, " ".join(text.split()), source)
@@ -445,12 +472,12 @@ def parse(text: str) -> Module:
         pos = match.end()
         if text[pos] == "(":
             stop = text.index(")", pos)
-            kernel.params = _params(text[pos + 1:stop], text.count("\n", 0, pos) + 1)
+            kernel.params = _params(text[pos + 1 : stop], text.count("\n", 0, pos) + 1)
             pos = stop + 1
         start = text.index("{", pos)
         kernel.attributes = _attributes(text[pos:start])
         end = _matching(text, start)
-        _KernelParser(kernel, text[start + 1:end], text.count("\n", 0, start) + 1).run()
+        _KernelParser(kernel, text[start + 1 : end], text.count("\n", 0, start) + 1).run()
         module.kernels[kernel.name] = kernel
         spans.append((match.start(), end + 1))
     outside, last = [], 0

@@ -81,10 +81,10 @@ class Delay:
         if action == "wait_all":
             groups.append([])
             count = 0
-        for group in groups[:max(len(groups) - 1 - count, 0)]:
+        for group in groups[: max(len(groups) - 1 - count, 0)]:
             for op in group:
                 self._finish(op)
-        del groups[:max(len(groups) - 1 - count, 0)]
+        del groups[: max(len(groups) - 1 - count, 0)]
 
     def flush(self) -> None:
         while self.queues:

@@ -45,6 +45,7 @@ def simulated(**options: object) -> Iterator[capture_tilelang.Recorder]:
     """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator."""
     capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
+
     recorder = capture_tilelang.Recorder(run=True)
     recorder.options = options
     real = build.kernel

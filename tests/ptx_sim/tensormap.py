@@ -17,10 +17,34 @@ import numpy as np
 from .memory import GlobalMemory, SimError
 
 # Element type code -> (bytes, name). The order follows CUtensorMapDataType with FLOAT32_FTZ before FLOAT64.
-ELEMENTS = {0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
-            7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (4, "tf32"), 12: (4, "tf32")}
-CODES = {"u8": 0, "u16": 1, "u32": 2, "s32": 3, "u64": 4, "s64": 5, "f16": 6, "f32": 7, "f64": 9, "bf16": 10,
-         "tf32": 11}
+ELEMENTS = {
+    0: (1, "u8"),
+    1: (2, "u16"),
+    2: (4, "u32"),
+    3: (4, "s32"),
+    4: (8, "u64"),
+    5: (8, "s64"),
+    6: (2, "f16"),
+    7: (4, "f32"),
+    8: (4, "f32"),
+    9: (8, "f64"),
+    10: (2, "bf16"),
+    11: (4, "tf32"),
+    12: (4, "tf32"),
+}
+CODES = {
+    "u8": 0,
+    "u16": 1,
+    "u32": 2,
+    "s32": 3,
+    "u64": 4,
+    "s64": 5,
+    "f16": 6,
+    "f32": 7,
+    "f64": 9,
+    "bf16": 10,
+    "tf32": 11,
+}
 # Swizzle code -> bytes of the swizzle span; the 16-byte chunk index is XORed with address bits 7 to 9.
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 
@@ -41,8 +65,9 @@ class TensorMap:
         return len(self.dims)
 
     def offset(self, coordinate: tuple) -> int:
-        return coordinate[0] * self.element_bytes + sum(c * s for c, s in zip(coordinate[1:], self.strides,
-                                                                                strict=True))
+        return coordinate[0] * self.element_bytes + sum(
+            c * s for c, s in zip(coordinate[1:], self.strides, strict=True)
+        )
 
 
 def decode(data: bytes) -> TensorMap:
@@ -58,8 +83,16 @@ def decode(data: bytes) -> TensorMap:
     strides = tuple((low[i] | (high >> (4 * i) & 15) << 32) * 16 for i in range(rank - 1))
     dims = (words[4] & 0xFFFFFFFF, words[4] >> 32, words[5] & 0xFFFFFFFF, words[5] >> 32, words[6] & 0xFFFFFFFF)
     box = (words[6] >> 56, *(words[7] >> (8 * i) & 255 for i in range(4)))
-    return TensorMap(words[0], name, size, tuple(d + 1 for d in dims[:rank]), strides,
-                     tuple(b + 1 for b in box[:rank]), SWIZZLES[flags >> 13 & 7], flags >> 11 & 3)
+    return TensorMap(
+        words[0],
+        name,
+        size,
+        tuple(d + 1 for d in dims[:rank]),
+        strides,
+        tuple(b + 1 for b in box[:rank]),
+        SWIZZLES[flags >> 13 & 7],
+        flags >> 11 & 3,
+    )
 
 
 def encode(address: int, element: str, dims: tuple, strides: tuple, box: tuple, swizzle: int) -> bytes:
@@ -72,8 +105,16 @@ def encode(address: int, element: str, dims: tuple, strides: tuple, box: tuple, 
     extent = [b - 1 for b in box] + [0] * (5 - rank)
     high = sum((s >> 32 & 15) << (4 * i) for i, s in enumerate(scaled))
     low = [s & 0xFFFFFFFF for s in scaled]
-    words = (address, flags | low[0] << 32, low[1] | low[2] << 32, low[3] | high << 32, size[0] | size[1] << 32,
-             size[2] | size[3] << 32, size[4] | extent[0] << 56, sum(extent[i + 1] << (8 * i) for i in range(4)))
+    words = (
+        address,
+        flags | low[0] << 32,
+        low[1] | low[2] << 32,
+        low[3] | high << 32,
+        size[0] | size[1] << 32,
+        size[2] | size[3] << 32,
+        size[4] | extent[0] << 56,
+        sum(extent[i + 1] << (8 * i) for i in range(4)),
+    )
     return struct.pack("<8Q", *words) + bytes(64)
 
 
@@ -155,7 +196,7 @@ def load_tile(tmap: TensorMap, memory: GlobalMemory, rows: Rows) -> np.ndarray:
         out = np.zeros((len(offsets), width), np.uint8)
         at = rows.first * tmap.element_bytes
         for i, offset in enumerate(offsets.tolist()):
-            out[i, at:at + size] = memory.bytes_at(offset, size)
+            out[i, at : at + size] = memory.bytes_at(offset, size)
     if not rows.valid.all():
         out[~rows.valid] = 0
     return out

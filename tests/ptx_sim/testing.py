@@ -30,15 +30,31 @@ def ptx(body: str, arrays: int, target: str = "sm_100a") -> str:
     return HEADER.format(params=params, loads=loads, body=body, target=target)
 
 
-def launch(body: str, arrays: dict[str, np.ndarray], grid: int = 1, block: int = 32, cluster: int = 1,
-           shared: int = 4096) -> Launch:
+def launch(
+    body: str, arrays: dict[str, np.ndarray], grid: int = 1, block: int = 32, cluster: int = 1, shared: int = 4096
+) -> Launch:
     params = b"".join(a.ctypes.data.to_bytes(8, "little") for a in arrays.values())
-    return Launch(ptx(body, len(arrays)), "kernel", (grid, 1, 1), (block, 1, 1), (cluster, 1, 1), shared, params,
-                  [tensor_entry(name, a) for name, a in arrays.items()])
+    return Launch(
+        ptx(body, len(arrays)),
+        "kernel",
+        (grid, 1, 1),
+        (block, 1, 1),
+        (cluster, 1, 1),
+        shared,
+        params,
+        [tensor_entry(name, a) for name, a in arrays.items()],
+    )
 
 
-def run(body: str, arrays: dict[str, np.ndarray], grid: int = 1, block: int = 32, cluster: int = 1,
-        shared: int = 4096, **options: object) -> Report:
+def run(
+    body: str,
+    arrays: dict[str, np.ndarray],
+    grid: int = 1,
+    block: int = 32,
+    cluster: int = 1,
+    shared: int = 4096,
+    **options: object,
+) -> Report:
     """Run a PTX body on numpy arrays, in place."""
     return launch(body, arrays, grid, block, cluster, shared).run(**options)
 
@@ -48,7 +64,7 @@ def aligned(shape: tuple | int, dtype: object, alignment: int = 128) -> np.ndarr
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
-    return raw[start:start + size].view(dtype).reshape(shape)
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 # Address of this thread's element i of 4 bytes in array n: ADDRESS.format(n=, d=destination register number).

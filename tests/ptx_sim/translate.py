@@ -25,28 +25,82 @@ Emitter = Callable[["Emit", Instr], None]
 OPCODES: dict[str, Emitter] = {}
 BLOCKING: set[str] = set()
 
-DTYPES = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "u32": np.uint32,
-          "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "pred": np.bool_}
+DTYPES = {
+    "u8": np.uint8,
+    "s8": np.int8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "f16": np.float16,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "f32": np.float32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "f64": np.float64,
+    "pred": np.bool_,
+}
 # PTX type -> the array view it is computed in.
-VIEWS = {"b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "u16": "u16", "s16": "s16", "f16": "f16", "bf16": "u16",
-         "b32": "u32", "u32": "u32", "s32": "s32", "f32": "f32", "f16x2": "u32", "bf16x2": "u32", "tf32": "u32",
-         "b64": "u64", "u64": "u64", "s64": "s64", "f64": "f64", "pred": "pred", "f32x2": "u64", "u16x2": "u32",
-         "s16x2": "u32"}
-_REG_CLASS = {"pred": "p", "b8": "h", "u8": "h", "s8": "h", "b16": "h", "u16": "h", "s16": "h", "f16": "h",
-              "bf16": "h", "b32": "r", "u32": "r", "s32": "r", "f32": "r", "f16x2": "r", "bf16x2": "r", "b64": "d",
-              "u64": "d", "s64": "d", "f64": "d", "b128": "q"}
+VIEWS = {
+    "b8": "u8",
+    "u8": "u8",
+    "s8": "s8",
+    "b16": "u16",
+    "u16": "u16",
+    "s16": "s16",
+    "f16": "f16",
+    "bf16": "u16",
+    "b32": "u32",
+    "u32": "u32",
+    "s32": "s32",
+    "f32": "f32",
+    "f16x2": "u32",
+    "bf16x2": "u32",
+    "tf32": "u32",
+    "b64": "u64",
+    "u64": "u64",
+    "s64": "s64",
+    "f64": "f64",
+    "pred": "pred",
+    "f32x2": "u64",
+    "u16x2": "u32",
+    "s16x2": "u32",
+}
+_REG_CLASS = {
+    "pred": "p",
+    "b8": "h",
+    "u8": "h",
+    "s8": "h",
+    "b16": "h",
+    "u16": "h",
+    "s16": "h",
+    "f16": "h",
+    "bf16": "h",
+    "b32": "r",
+    "u32": "r",
+    "s32": "r",
+    "f32": "r",
+    "f16x2": "r",
+    "bf16x2": "r",
+    "b64": "d",
+    "u64": "d",
+    "s64": "d",
+    "f64": "d",
+    "b128": "q",
+}
 _WIDTH = {"p": 1, "h": 16, "r": 32, "d": 64, "q": 128}
 _SUFFIX = {"u": "", "s": "i", "f": "f"}
 
 
 def op(*names: str, blocking: bool = False) -> Callable[[Emitter], Emitter]:
     """Register an emitter for opcode prefixes. Blocking instructions start a basic block of their own."""
+
     def register(function: Emitter) -> Emitter:
         for name in names:
             OPCODES[name] = function
             if blocking:
                 BLOCKING.add(name)
         return function
+
     return register
 
 
@@ -196,17 +250,19 @@ class Emit:
 
     def call(self, function: Callable, *arguments: str) -> None:
         """Call `function(split, mask, instruction index, *arguments)`."""
-        self.line(f"{self.bind(function)}(S, {self.mask}, {self.instr.index}"
-                  f"{''.join(', ' + a for a in arguments)})")
+        self.line(f"{self.bind(function)}(S, {self.mask}, {self.instr.index}{''.join(', ' + a for a in arguments)})")
 
     def value(self, function: Callable, *arguments: str) -> str:
-        return self.temp(f"{self.bind(function)}(S, {self.mask}, {self.instr.index}"
-                         f"{''.join(', ' + a for a in arguments)})")
+        return self.temp(
+            f"{self.bind(function)}(S, {self.mask}, {self.instr.index}{''.join(', ' + a for a in arguments)})"
+        )
 
     def blocking(self, function: Callable, *arguments: str) -> None:
         """Like call; a true result means the split was parked and must re-run this block when woken."""
-        self.line(f"if {self.bind(function)}(S, {self.mask}, {self.instr.index}"
-                  f"{''.join(', ' + a for a in arguments)}): return -1")
+        self.line(
+            f"if {self.bind(function)}(S, {self.mask}, {self.instr.index}"
+            f"{''.join(', ' + a for a in arguments)}): return -1"
+        )
 
     def rows(self, items: tuple) -> str | None:
         """An index into the 32-bit register file that selects these registers: a slice or an array; else None."""
@@ -266,7 +322,7 @@ class Program:
         self.block_of: dict[int, int] = {}
         self._find_blocks()
         self._post_dominators()
-        self.block_sizes = [sum(1 for i in self.code[b.first:b.last]) for b in self.blocks]
+        self.block_sizes = [sum(1 for i in self.code[b.first : b.last]) for b in self.blocks]
         self.line_map: dict[int, int] = {}
         self._pool: list[tuple] = []
         self._compile()
@@ -290,7 +346,7 @@ class Program:
             elif var.space in ("global", "const"):
                 data = np.zeros(max(var.size, 16), np.uint8)
                 if var.init:
-                    data[:len(var.init)] = np.frombuffer(var.init, np.uint8)
+                    data[: len(var.init)] = np.frombuffer(var.init, np.uint8)
                 memory.add_array(var.name, data)
                 self.symbols[var.name] = ("global", data.ctypes.data)
         externs = [v for v in variables if v.space == "shared" and not v.size]
@@ -475,7 +531,7 @@ class Program:
         return other
 
     def _emit_block(self, emit: Emit, n: int, block: Block) -> None:
-        for instr in self.code[block.first:block.last]:
+        for instr in self.code[block.first : block.last]:
             _, emitter = lookup(instr)
             try:
                 if instr.base in ("bra", "ret", "exit", "trap"):
@@ -486,8 +542,9 @@ class Program:
             except PtxError as error:
                 raise PtxError(f"{error}\n  at {self.where(instr.index)}") from None
             except (IndexError, AttributeError, KeyError, TypeError, ValueError) as error:
-                raise PtxError(f"cannot translate ({type(error).__name__}: {error})\n  at {self.where(instr.index)}"
-                               ) from error
+                raise PtxError(
+                    f"cannot translate ({type(error).__name__}: {error})\n  at {self.where(instr.index)}"
+                ) from error
         final = self.code[block.last - 1]
         if final.base not in ("bra", "ret", "exit", "trap") or (final.base != "bra" and final.guard is not None):
             if not block.targets:
@@ -502,8 +559,8 @@ class Program:
             if cls not in "phrdq" or len(name) < 2 or not name[1].isdigit():
                 continue
             digits = name[1:].rstrip("ifplh")
-            if digits.isdigit() and name[1 + len(digits):] in ("", "i", "f", "p", "l", "h"):
-                rows.append((name, cls, int(digits), name[1 + len(digits):]))
+            if digits.isdigit() and name[1 + len(digits) :] in ("", "i", "f", "p", "l", "h"):
+                rows.append((name, cls, int(digits), name[1 + len(digits) :]))
         return rows
 
     def bind(self, warp: Warp) -> None:
@@ -518,9 +575,13 @@ class Program:
         space: dict = dict(NAMESPACE)
         space.update(self.shared_names)
         space["__builtins__"] = __builtins__
-        files = {"p": np.zeros((self.counts["p"], 32), bool), "h": np.zeros((self.counts["h"], 32), np.uint16),
-                 "r": np.zeros((self.counts["r"], 32), np.uint32), "d": np.zeros((self.counts["d"], 32), np.uint64),
-                 "q": np.zeros((self.counts["q"], 2, 32), np.uint64)}
+        files = {
+            "p": np.zeros((self.counts["p"], 32), bool),
+            "h": np.zeros((self.counts["h"], 32), np.uint16),
+            "r": np.zeros((self.counts["r"], 32), np.uint32),
+            "d": np.zeros((self.counts["d"], 32), np.uint64),
+            "q": np.zeros((self.counts["q"], 2, 32), np.uint64),
+        }
         signed = {"h": files["h"].view(np.int16), "r": files["r"].view(np.int32), "d": files["d"].view(np.int64)}
         floats = {"h": files["h"].view(np.float16), "r": files["r"].view(np.float32), "d": files["d"].view(np.float64)}
         halves = files["d"].view(np.uint32)
@@ -535,7 +596,7 @@ class Program:
             elif kind == "p":
                 space[name] = pairs[index]
             else:
-                space[name] = halves[index, (0 if kind == "l" else 1)::2]
+                space[name] = halves[index, (0 if kind == "l" else 1) :: 2]
         space["RF"], space["RFF"] = files["r"], floats["r"]
         self._bind_specials(space, warp)
         warp.namespace = space
@@ -557,16 +618,34 @@ class Program:
         cluster, grid = launch.cluster, launch.grid
         first = cta.cluster.ctas[0].ctaid
         inside = tuple(cta.ctaid[i] - first[i] for i in range(3))
-        values = {"tid": (linear % bx, linear // bx % by, linear // (bx * by)), "ntid": launch.block,
-                  "ctaid": cta.ctaid, "nctaid": grid, "cluster_ctaid": inside, "cluster_nctaid": cluster,
-                  "clusterid": tuple(cta.ctaid[i] // cluster[i] for i in range(3)),
-                  "nclusterid": tuple(grid[i] // cluster[i] for i in range(3))}
-        flat = {"laneid": LANES, "warpid": warp.index, "nwarpid": len(cta.warps) or -(-bx * by * launch.block[2] // 32),
-                "cluster_ctarank": cta.rank, "cluster_nctarank": len(cta.cluster.ctas), "smid": cta.rank, "nsmid": 132,
-                "is_explicit_cluster": int(cluster != (1, 1, 1)), "gridid": 0,
-                "dynamic_smem_size": launch.shared_bytes, "total_smem_size": launch.shared_bytes + self.static_shared,
-                "lanemask_eq": 1 << LANES, "lanemask_lt": (1 << LANES) - 1, "lanemask_le": (2 << LANES) - 1,
-                "lanemask_ge": ~((1 << LANES) - 1), "lanemask_gt": ~((2 << LANES.astype(np.uint64)) - 1)}
+        values = {
+            "tid": (linear % bx, linear // bx % by, linear // (bx * by)),
+            "ntid": launch.block,
+            "ctaid": cta.ctaid,
+            "nctaid": grid,
+            "cluster_ctaid": inside,
+            "cluster_nctaid": cluster,
+            "clusterid": tuple(cta.ctaid[i] // cluster[i] for i in range(3)),
+            "nclusterid": tuple(grid[i] // cluster[i] for i in range(3)),
+        }
+        flat = {
+            "laneid": LANES,
+            "warpid": warp.index,
+            "nwarpid": len(cta.warps) or -(-bx * by * launch.block[2] // 32),
+            "cluster_ctarank": cta.rank,
+            "cluster_nctarank": len(cta.cluster.ctas),
+            "smid": cta.rank,
+            "nsmid": 132,
+            "is_explicit_cluster": int(cluster != (1, 1, 1)),
+            "gridid": 0,
+            "dynamic_smem_size": launch.shared_bytes,
+            "total_smem_size": launch.shared_bytes + self.static_shared,
+            "lanemask_eq": 1 << LANES,
+            "lanemask_lt": (1 << LANES) - 1,
+            "lanemask_le": (2 << LANES) - 1,
+            "lanemask_ge": ~((1 << LANES) - 1),
+            "lanemask_gt": ~((2 << LANES.astype(np.uint64)) - 1),
+        }
         for name in self._specials:
             base, _, axis = name.rpartition("_")
             if base in values and axis in "xyzw":
@@ -593,21 +672,64 @@ class Program:
 
     def executed_opcodes(self, visits: list[int]) -> set[str]:
         """Opcodes with modifiers of the blocks that were visited."""
-        return {instr.op for block, count in zip(self.blocks, visits, strict=True) if count
-                for instr in self.code[block.first:block.last]}
+        return {
+            instr.op
+            for block, count in zip(self.blocks, visits, strict=True)
+            if count
+            for instr in self.code[block.first : block.last]
+        }
 
 
 def pack64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
 
 
-NAMESPACE = {"np": np, "copyto": np.copyto, "FULL": FULL, "NONE": NONE_BYTES, "ALL": ALL_BYTES, "pack64": pack64,
-             "where": np.where,
-             **{f"np_{view}": dtype for view, dtype in DTYPES.items()},
-             **{f"np_{name}": getattr(np, name) for name in (
-                 "add", "subtract", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift",
-                 "right_shift", "less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "minimum",
-                 "maximum", "fmin", "fmax", "logical_not", "negative", "absolute", "divide", "sqrt", "exp2", "log2",
-                 "isnan", "floor_divide", "remainder", "tanh", "sin", "cos")}}
+NAMESPACE = {
+    "np": np,
+    "copyto": np.copyto,
+    "FULL": FULL,
+    "NONE": NONE_BYTES,
+    "ALL": ALL_BYTES,
+    "pack64": pack64,
+    "where": np.where,
+    **{f"np_{view}": dtype for view, dtype in DTYPES.items()},
+    **{
+        f"np_{name}": getattr(np, name)
+        for name in (
+            "add",
+            "subtract",
+            "multiply",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "invert",
+            "left_shift",
+            "right_shift",
+            "less",
+            "less_equal",
+            "greater",
+            "greater_equal",
+            "equal",
+            "not_equal",
+            "minimum",
+            "maximum",
+            "fmin",
+            "fmax",
+            "logical_not",
+            "negative",
+            "absolute",
+            "divide",
+            "sqrt",
+            "exp2",
+            "log2",
+            "isnan",
+            "floor_divide",
+            "remainder",
+            "tanh",
+            "sin",
+            "cos",
+        )
+    },
+}
 
 __all__ = ["BLOCKING", "LOCAL_WINDOW", "OPCODES", "SIZES", "VIEWS", "Emit", "Pair", "Program", "lookup", "op"]
