@@ -1,5 +1,6 @@
 # Two commands matter: `make check` (set up, then run the main job) and `make test` (set up, then pass the tests).
-# NO_VENV=1 uses $(PYTHON) as it is: on machines without a package registry, a Python that has torch is enough.
+# NO_VENV=1 uses $(PYTHON) as it is: on machines without a package registry, a Python that has torch (and, on a Hopper
+# GPU, tilelang) is enough.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS := constraints-dev.txt
@@ -17,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: check bench test lint clean
+.PHONY: check bench test sentinel-h200 lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -27,6 +28,9 @@ bench: $(RUN_READY)  ## benchmark of this machine
 
 test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)
+
+sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
+	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py $(ARGS)
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .
