@@ -8,6 +8,7 @@ import torch
 
 from . import env
 from .errors import ArgumentValueError
+from .models import MODELS
 
 
 def count(text: str) -> int:
@@ -55,3 +56,11 @@ def device(text: str) -> torch.device:
 def default_device() -> torch.device:
     """The current CUDA device where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that looks at one layer of a model."""
+    parser.add_argument("--model", choices=sorted(MODELS), default="glm5", help="layer shape (default glm5)")
+    parser.add_argument("--heads", type=count, help="heads after tensor parallelism (default: all of the model's)")
+    parser.add_argument("--device", type=device, help="torch device (default: cuda where there is one, else cpu)")
+    parser.add_argument("--backend", help="sm90, sm100 or reference (default: the device's own)")

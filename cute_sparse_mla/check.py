@@ -67,17 +67,10 @@ class Timing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `check`."""
-    parser.add_argument("--model", choices=sorted(MODELS), default="glm5", help="layer shape (default glm5)")
-    parser.add_argument(
-        "--heads", type=arguments.count, help="heads after tensor parallelism (default: all of the model's)"
-    )
+    arguments.add_shape(parser)
     parser.add_argument(
         "--tokens", type=arguments.count, help="queries: the last so many tokens (default 128 on a CPU, else 4096)"
     )
-    parser.add_argument(
-        "--device", type=arguments.device, help="torch device (default: cuda where there is one, else cpu)"
-    )
-    parser.add_argument("--backend", help="sm90, sm100 or reference (default: the device's own)")
     parser.add_argument("--rows", metavar="FILE", help="indexer tensors made by bench.make_rows (default: the sample)")
     parser.add_argument("--repeats", type=arguments.count, help="timed runs (default 3 on a CPU, else 20)")
     parser.add_argument("--seed", type=arguments.seed, help="seed of q, kv and dout (default: a fresh one)")

@@ -31,7 +31,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         _bench().add_arguments(bench_parser)
 
     explain_parser = _command(commands, "explain", "which kernel and config a call would use, and why")
-    _shape_arguments(explain_parser)
+    arguments.add_shape(explain_parser)
     explain_parser.add_argument(
         "--tokens", type=arguments.count, default=4096, help="queries and kv rows (default 4096)"
     )
@@ -40,7 +40,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     )
 
     warmup_parser = _command(commands, "warmup", "compile a model's kernels ahead of the first call")
-    _shape_arguments(warmup_parser)
+    arguments.add_shape(warmup_parser)
     warmup_parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     warmup_parser.add_argument("--no-backward", action="store_true", help="forward kernels only")
     return parser
@@ -48,17 +48,6 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 def _command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-
-
-def _shape_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=sorted(MODELS), default="glm5", help="layer shape (default glm5)")
-    parser.add_argument(
-        "--heads", type=arguments.count, help="heads after tensor parallelism (default: all of the model's)"
-    )
-    parser.add_argument(
-        "--device", type=arguments.device, help="torch device (default: cuda where there is one, else cpu)"
-    )
-    parser.add_argument("--backend", help="sm90, sm100 or reference (default: the device's own)")
 
 
 def _bench() -> ModuleType:
