@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ops_float import directed, flush, round_bf16, widen_bf16
+from .ops_float import canonical, directed, flush_result, round_bf16, round_f16, saturate
+from .ops_int import flushed_source
 from .parser import Imm, Instr, PtxError, Reg, Sym, Vec
 from .translate import VIEWS, Emit, op
 
@@ -28,19 +29,19 @@ def _float_to_f32(split: object, mask: object, index: int, x: np.ndarray, mode: 
 
 
 def _round_f32(x: np.ndarray, rounding: str) -> np.ndarray:
-    return _ROUND[rounding](x)
+    return canonical(_ROUND[rounding](x))
 
 
 def half_directed(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
     """fp32 -> fp16 or bf16 bits with rounding rn or rz."""
     if mode == "rn":
-        return round_bf16(x) if kind == "bf16" else x.astype(np.float16).view(np.uint16)
+        return round_bf16(x) if kind == "bf16" else round_f16(x)
     if kind == "bf16":
         out = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return np.where(np.isnan(x), np.uint16(0x7FFF), out)
     near = x.astype(np.float16)
     away = np.abs(near.astype(np.float32)) > np.abs(x)
-    return np.where(away, np.nextafter(near, np.float16(0)), near).view(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), np.where(away, np.nextafter(near, np.float16(0)), near).view("u2"))
 
 
 def _pack(
@@ -112,10 +113,13 @@ def _unpack_fp8(split: object, mask: object, index: int, x: np.ndarray, kind: st
 def _tf32(split: object, mask: object, index: int, x: np.ndarray, rounding: str) -> np.ndarray:
     bits = x.view(np.uint32)
     if rounding == "rna":
-        bits = bits + np.uint32(0x1000)
+        rounded = bits + np.uint32(0x1000)
     elif rounding == "rn":
-        bits = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    return bits & np.uint32(0xFFFFE000)
+        rounded = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
+    else:
+        rounded = bits
+    # A NaN is cut off, not rounded.
+    return np.where(np.isnan(x), bits, rounded) & np.uint32(0xFFFFE000)
 
 
 @op("cvt")
@@ -138,7 +142,7 @@ def cvt(emit: Emit, instr: Instr) -> None:
         _integer_to_integer(emit, instr, d, operands[0], target, source)
     elif target in _INTEGERS:
         rounding = next((p for p in instr.parts if p in _ROUND), "rzi")
-        value = _as_float(emit, operands[0], source)
+        value = flushed_source(emit, instr, operands[0], source)
         emit.put(d, target, f"{emit.bind(_to_integer)}({value}, '{rounding}', '{target}')")
     elif source in _INTEGERS:
         wide = emit.temp(f"{emit.src(operands[0], source)}.astype(np_f64)")
@@ -155,12 +159,6 @@ def _integer_to_integer(emit: Emit, instr: Instr, d: Reg, a: object, target: str
     emit.put(d, target, f"{value}.astype(np_{target})")
 
 
-def _as_float(emit: Emit, a: object, source: str) -> str:
-    if source == "bf16":
-        return emit.temp(f"{emit.bind(widen_bf16)}({emit.src(a, 'u16')})")
-    return emit.src(a, source)
-
-
 def _from_wide(emit: Emit, d: Reg, target: str, value: str, mode: str) -> None:
     if target == "f64":
         emit.put(d, "f64", f"{value}.astype(np_f64)")
@@ -174,20 +172,22 @@ def _from_wide(emit: Emit, d: Reg, target: str, value: str, mode: str) -> None:
 
 
 def _float_to_float(emit: Emit, instr: Instr, d: Reg, a: object, target: str, source: str, mode: str) -> None:
-    value = _as_float(emit, a, source)
+    value = flushed_source(emit, instr, a, source)
     rounding = next((p for p in instr.parts if p in _ROUND), None)
     if rounding and target == source == "f32":
         value = emit.temp(f"{emit.bind(_round_f32)}({value}, '{rounding}')")
-        if instr.has("ftz"):
-            value = emit.temp(f"{emit.bind(flush)}({value})")
+        if instr.has("sat"):
+            value = emit.temp(f"{emit.bind(saturate)}({value})")
         emit.put(d, "f32", value)
         return
     if target == "f32" and source in ("f16", "bf16", "f32"):
         value = emit.temp(f"{value}.astype(np_f32)")
         if instr.has("ftz"):
-            value = emit.temp(f"{emit.bind(flush)}({value})")
+            value = emit.temp(f"{emit.bind(flush_result)}({value})")
+        elif source == "f16":
+            value = emit.temp(f"{emit.bind(canonical)}({value})")
         if instr.has("sat"):
-            value = emit.temp(f"np.clip({value}, np_f32(0), np_f32(1))")
+            value = emit.temp(f"{emit.bind(saturate)}({value})")
         emit.put(d, "f32", value)
         return
     _from_wide(emit, d, target, value, mode)
