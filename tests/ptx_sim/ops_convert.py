@@ -106,7 +106,7 @@ def _pack_fp8(split: object, mask: object, index: int, high: np.ndarray, low: np
 
 def _unpack_fp8(split: object, mask: object, index: int, x: np.ndarray, kind: str) -> np.ndarray:
     codes = [(x >> np.uint16(8 * i)) & np.uint16(255) for i in (0, 1)]
-    halves = [from_fp8(code, kind).astype(np.float16).view(np.uint16) for code in codes]
+    halves = [round_f16(from_fp8(code, kind)) for code in codes]
     return halves[0].astype(np.uint32) | (halves[1].astype(np.uint32) << np.uint32(16))
 
 
@@ -145,7 +145,9 @@ def cvt(emit: Emit, instr: Instr) -> None:
         value = flushed_source(emit, instr, operands[0], source)
         emit.put(d, target, f"{emit.bind(_to_integer)}({value}, '{rounding}', '{target}')")
     elif source in _INTEGERS:
-        wide = emit.temp(f"{emit.src(operands[0], source)}.astype(np_f64)")
+        # fp32 from 64-bit integers directly: fp64 in between would round twice.
+        direct = target == "f32" and mode == "rn"
+        wide = emit.temp(f"{emit.src(operands[0], source)}.astype({'np_f32' if direct else 'np_f64'})")
         _from_wide(emit, d, target, wide, mode)
     else:
         _float_to_float(emit, instr, d, operands[0], target, source, mode)

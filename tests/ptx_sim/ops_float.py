@@ -3,8 +3,8 @@
 fma rounds once: products of fp32 are exact in fp64, and the fp64 sum is rounded to odd where it is a tie for fp32.
 Directed roundings go through an fp64 sum rounded to odd, too; fp64 itself is computed with rational numbers.
 An H200 judged the details that PTX leaves open: minimum and maximum order -0 below +0, and .ftz flushes operands before
-anything else sees them. Its NaN results are 0x7FFFFFFF (0x7FFF in halves); plain and .rn fp32 arithmetic, minimum and
-maximum keep numpy's NaN, because their speed matters and no operation tells one NaN from another.
+anything else sees them. Its NaN results are 0x7FFFFFFF (0x7FFF in halves); plain and .rn fp32 add, sub, mul, fma and
+div, approximations, minimum and maximum of NaNs, and fp64 keep the NaN of numpy, because a check would slow them down.
 Approximations (ex2, lg2, rcp, rsqrt, tanh, sin, cos) are computed in higher precision and rounded, which lies inside
 the error bounds that PTX states for them.
 """
@@ -504,7 +504,10 @@ def unary(emit: Emit, instr: Instr) -> None:
     kind = instr.type
     if kind == "f32":
         source = emit.src(instr.operands[1], kind)
-        emit.put(instr.operands[0], kind, emit.value(_unary, source, repr(instr.base), str(instr.has("ftz"))))
+        t = emit.value(_unary, source, repr(instr.base), str(instr.has("ftz")))
+        if not instr.has("approx"):
+            t = f"{emit.bind(canonical)}({t})"
+        emit.put(instr.operands[0], kind, t)
     elif kind == "f64":
         emit.put(instr.operands[0], kind, f"{emit.bind(UNARY[instr.base])}({emit.src(instr.operands[1], kind)})")
     else:
