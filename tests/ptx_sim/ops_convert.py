@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ops_float import canonical, directed, flush_result, round_bf16, round_f16, saturate
+from .ops_float import canonical, directed, flush_result, round_bf16, round_f16, saturate, some
 from .ops_int import flushed_source
 from .parser import Imm, Instr, PtxError, Reg, Sym, Vec
 from .translate import VIEWS, Emit, op
@@ -56,6 +56,10 @@ def _pack(
         if True in nan.tolist():
             return (round_bf16(high).astype(np.uint32) << _16) | round_bf16(low)
         return out
+    if mode == "rn" and kind == "f16" and not relu and not some((high != high) | (low != low)):
+        pair = np.empty((len(high), 2), np.float16)
+        pair[:, 0], pair[:, 1] = low, high
+        return pair.view(np.uint32)[:, 0]
     if relu:
         high, low = np.maximum(high, np.float32(0)), np.maximum(low, np.float32(0))
     bits = [half_directed(x, kind, mode).astype(np.uint32) for x in (high, low)]

@@ -23,6 +23,7 @@ from .translate import Emit, op
 
 CANONICAL = np.array(0x7FFFFFFF, np.uint32).view(np.float32)
 TINY = np.float32(1.1754944e-38)
+_LOW = np.uint64(0x0FFFFFFF)
 TINY_HALF = np.float32(2.0**-14)
 
 
@@ -71,12 +72,12 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """fp32 fused multiply-add with one rounding."""
     product = a.astype(np.float64) * b
     total = product + c
-    if some((total.view(np.uint64) & np.uint64(0x0FFFFFFF)) == 0):
+    out = total.astype(np.float32)
+    round_bits = (total.view(np.uint64) & _LOW) == 0
+    if some(round_bits) and some(round_bits & (out != total)):
         # Perhaps a tie for fp32 (of fewer bits if subnormal) in the fp64 sum, which the exact sum decides.
-        tie = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-        if some(tie | ((np.abs(total) < TINY) & (total != 0))):
-            total = odd_sum(product, c.astype(np.float64))
-    return total.astype(np.float32)
+        out = odd_sum(product, c.astype(np.float64)).astype(np.float32)
+    return out
 
 
 def canonical(x: np.ndarray) -> np.ndarray:
