@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ops_float import directed, flush, round_bf16, widen_bf16
+from .ops_float import canonical, directed, flush_result, round_bf16, round_f16, saturate, some
+from .ops_int import flushed_source
 from .parser import Imm, Instr, PtxError, Reg, Sym, Vec
 from .translate import VIEWS, Emit, op
 
@@ -28,19 +29,19 @@ def _float_to_f32(split: object, mask: object, index: int, x: np.ndarray, mode: 
 
 
 def _round_f32(x: np.ndarray, rounding: str) -> np.ndarray:
-    return _ROUND[rounding](x)
+    return canonical(_ROUND[rounding](x))
 
 
 def half_directed(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
     """fp32 -> fp16 or bf16 bits with rounding rn or rz."""
     if mode == "rn":
-        return round_bf16(x) if kind == "bf16" else x.astype(np.float16).view(np.uint16)
+        return round_bf16(x) if kind == "bf16" else round_f16(x)
     if kind == "bf16":
         out = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return np.where(np.isnan(x), np.uint16(0x7FFF), out)
     near = x.astype(np.float16)
     away = np.abs(near.astype(np.float32)) > np.abs(x)
-    return np.where(away, np.nextafter(near, np.float16(0)), near).view(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), np.where(away, np.nextafter(near, np.float16(0)), near).view("u2"))
 
 
 def _pack(
@@ -55,6 +56,10 @@ def _pack(
         if True in nan.tolist():
             return (round_bf16(high).astype(np.uint32) << _16) | round_bf16(low)
         return out
+    if mode == "rn" and kind == "f16" and not relu and not some((high != high) | (low != low)):
+        pair = np.empty((len(high), 2), np.float16)
+        pair[:, 0], pair[:, 1] = low, high
+        return pair.view(np.uint32)[:, 0]
     if relu:
         high, low = np.maximum(high, np.float32(0)), np.maximum(low, np.float32(0))
     bits = [half_directed(x, kind, mode).astype(np.uint32) for x in (high, low)]
@@ -105,17 +110,20 @@ def _pack_fp8(split: object, mask: object, index: int, high: np.ndarray, low: np
 
 def _unpack_fp8(split: object, mask: object, index: int, x: np.ndarray, kind: str) -> np.ndarray:
     codes = [(x >> np.uint16(8 * i)) & np.uint16(255) for i in (0, 1)]
-    halves = [from_fp8(code, kind).astype(np.float16).view(np.uint16) for code in codes]
+    halves = [round_f16(from_fp8(code, kind)) for code in codes]
     return halves[0].astype(np.uint32) | (halves[1].astype(np.uint32) << np.uint32(16))
 
 
 def _tf32(split: object, mask: object, index: int, x: np.ndarray, rounding: str) -> np.ndarray:
     bits = x.view(np.uint32)
     if rounding == "rna":
-        bits = bits + np.uint32(0x1000)
+        rounded = bits + np.uint32(0x1000)
     elif rounding == "rn":
-        bits = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    return bits & np.uint32(0xFFFFE000)
+        rounded = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
+    else:
+        rounded = bits
+    # A NaN is cut off, not rounded.
+    return np.where(np.isnan(x), bits, rounded) & np.uint32(0xFFFFE000)
 
 
 @op("cvt")
@@ -138,10 +146,12 @@ def cvt(emit: Emit, instr: Instr) -> None:
         _integer_to_integer(emit, instr, d, operands[0], target, source)
     elif target in _INTEGERS:
         rounding = next((p for p in instr.parts if p in _ROUND), "rzi")
-        value = _as_float(emit, operands[0], source)
+        value = flushed_source(emit, instr, operands[0], source)
         emit.put(d, target, f"{emit.bind(_to_integer)}({value}, '{rounding}', '{target}')")
     elif source in _INTEGERS:
-        wide = emit.temp(f"{emit.src(operands[0], source)}.astype(np_f64)")
+        # fp32 from 64-bit integers directly: fp64 in between would round twice.
+        direct = target == "f32" and mode == "rn"
+        wide = emit.temp(f"{emit.src(operands[0], source)}.astype({'np_f32' if direct else 'np_f64'})")
         _from_wide(emit, d, target, wide, mode)
     else:
         _float_to_float(emit, instr, d, operands[0], target, source, mode)
@@ -153,12 +163,6 @@ def _integer_to_integer(emit: Emit, instr: Instr, d: Reg, a: object, target: str
         info = np.iinfo(f"{'u' if target[0] == 'u' else 'i'}{int(target[1:]) // 8}")
         value = emit.temp(f"np.clip({value}.astype(np_s64), {info.min}, {min(info.max, 2**63 - 1)})")
     emit.put(d, target, f"{value}.astype(np_{target})")
-
-
-def _as_float(emit: Emit, a: object, source: str) -> str:
-    if source == "bf16":
-        return emit.temp(f"{emit.bind(widen_bf16)}({emit.src(a, 'u16')})")
-    return emit.src(a, source)
 
 
 def _from_wide(emit: Emit, d: Reg, target: str, value: str, mode: str) -> None:
@@ -174,20 +178,22 @@ def _from_wide(emit: Emit, d: Reg, target: str, value: str, mode: str) -> None:
 
 
 def _float_to_float(emit: Emit, instr: Instr, d: Reg, a: object, target: str, source: str, mode: str) -> None:
-    value = _as_float(emit, a, source)
+    value = flushed_source(emit, instr, a, source)
     rounding = next((p for p in instr.parts if p in _ROUND), None)
     if rounding and target == source == "f32":
         value = emit.temp(f"{emit.bind(_round_f32)}({value}, '{rounding}')")
-        if instr.has("ftz"):
-            value = emit.temp(f"{emit.bind(flush)}({value})")
+        if instr.has("sat"):
+            value = emit.temp(f"{emit.bind(saturate)}({value})")
         emit.put(d, "f32", value)
         return
     if target == "f32" and source in ("f16", "bf16", "f32"):
         value = emit.temp(f"{value}.astype(np_f32)")
         if instr.has("ftz"):
-            value = emit.temp(f"{emit.bind(flush)}({value})")
+            value = emit.temp(f"{emit.bind(flush_result)}({value})")
+        elif source == "f16":
+            value = emit.temp(f"{emit.bind(canonical)}({value})")
         if instr.has("sat"):
-            value = emit.temp(f"np.clip({value}, np_f32(0), np_f32(1))")
+            value = emit.temp(f"{emit.bind(saturate)}({value})")
         emit.put(d, "f32", value)
         return
     _from_wide(emit, d, target, value, mode)

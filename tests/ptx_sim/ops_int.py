@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .parser import Instr, Pair, PtxError, Sink
+from .parser import Imm, Instr, Pair, PtxError, Sink
 from .translate import VIEWS, Emit, op
 
 WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -288,9 +288,7 @@ def _extract(
         if a.dtype.kind == "i" and count:
             sign = (x >> min(start + count - 1, width - 1)) & 1
             if sign:
-                value |= -1 << min(count, width)
-                if start >= width:
-                    value = -1
+                value |= -1 << max(min(count, width - start), 0)
         out.append(value & ((1 << width) - 1))
     return np.array(out, f"u{a.dtype.itemsize}").view(a.dtype)
 
@@ -347,6 +345,24 @@ def float_source(emit: Emit, operand: object, kind: str) -> str:
     return emit.src(operand, kind)
 
 
+TINY = np.float32(1.1754944e-38)
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    """Subnormal fp32 to signed zero."""
+    return x * (np.abs(x) >= TINY)
+
+
+def flushed_source(emit: Emit, instr: Instr, operand: object, kind: str) -> str:
+    """A float operand, with .ftz a subnormal one as zero."""
+    source = float_source(emit, operand, kind)
+    if not instr.has("ftz") or kind != "f32":
+        return source
+    if isinstance(operand, Imm):
+        return emit.program.constant(flush(emit.program.shared_names[source]))
+    return emit.temp(f"{emit.bind(flush)}({source})")
+
+
 def _compare(emit: Emit, instr: Instr, a: str, b: str, relation: str, kind: str) -> str:
     is_float = kind in _FLOATS
     if relation in ("num", "nan"):
@@ -375,8 +391,8 @@ def setp(emit: Emit, instr: Instr) -> None:
     kind = instr.type
     relation = instr.parts[1]
     signless = {"b16": "u16", "b32": "u32", "b64": "u64"}.get(kind, kind)
-    a = float_source(emit, instr.operands[1], signless)
-    b = float_source(emit, instr.operands[2], signless)
+    a = flushed_source(emit, instr, instr.operands[1], signless)
+    b = flushed_source(emit, instr, instr.operands[2], signless)
     target = instr.operands[0]
     combine = next((p for p in instr.parts[2:] if p in ("and", "or", "xor")), None)
     if (
@@ -405,8 +421,8 @@ def set_value(emit: Emit, instr: Instr) -> None:
     result = _compare(
         emit,
         instr,
-        float_source(emit, instr.operands[1], kind),
-        float_source(emit, instr.operands[2], kind),
+        flushed_source(emit, instr, instr.operands[1], kind),
+        flushed_source(emit, instr, instr.operands[2], kind),
         instr.parts[1],
         kind,
     )
