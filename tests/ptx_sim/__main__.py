@@ -79,7 +79,12 @@ def mutants(args: argparse.Namespace) -> int:
 
 
 def show_coverage(args: argparse.Namespace) -> int:
-    kernels = {name: coverage.forms_of(launch) for folder in args.folders for name, launch in launches_in(folder)}
+    kernels: dict[str, list[str]] = {}
+    for folder in args.folders:
+        for _, launch in launches_in(folder):
+            # Variants of one kernel (its launches differ in their PTX) count together.
+            forms = kernels.setdefault(launch.kernel, [])
+            forms += [form for form in coverage.forms_of(launch) if form not in forms]
     print(coverage.table(kernels))
     return 0
 
