@@ -193,6 +193,18 @@ def test_bad_accesses_name_the_buffer_and_the_line(code: str, words: list) -> No
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("form", [
+    "mul24.lo.u32", "cvt.pack.sat.s16.s32.b32", "mad.lo.cc.u32", "mad.hi.sat.s32", "cvt.rn.relu.bf16.f32",
+    "cvt.rn.relu.f16x2.e4m3x2", "cvt.rn.satfinite.f16x2.f32", "cvt.rni.f16.f16", "cvt.rmi.f64.f64", "rcp.rz.f32",
+    "sqrt.rp.f32", "setp.gt.f16x2", "set.gt.f16x2.f16x2", "cvt.sat.u32.u64", "cvt.sat.s64.u64", "cvt.rm.f16.f32",
+    "cvt.rn.sat.f16.f32", "add.sat.f16x2", "fma.rn.sat.f16x2", "cvt.rp.f32.u64", "cvt.rn.bf16.s32", "cvt.rn.f16.f64",
+])  # fmt: skip
+def test_forms_that_are_not_modelled_are_refused(form: str) -> None:
+    """Their modifiers or roundings would be dropped in silence; none may fall back to a shorter opcode."""
+    with pytest.raises(PtxError, match=rf"unmodelled form {form}\n  at line \d+"):
+        run(f"{form} %r1, %r2, %r3;", {"x": aligned(32, np.uint32)})
+
+
 def test_unknown_opcode_is_an_error_with_its_line() -> None:
     with pytest.raises(PtxError, match=r"unknown opcode frobnicate.u32\n  at line \d+: frobnicate.u32 %r1, %r2"):
         run("frobnicate.u32 %r1, %r2;", {})
