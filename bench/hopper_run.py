@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -70,7 +71,7 @@ def check(level: int) -> int:
     misses = 0
     for case in check_cases(level):
         try:
-            judge = Judge(case.inputs(seed=hash(case.name) % 1000, device="cuda"))
+            judge = Judge(case.inputs(seed=zlib.crc32(case.name.encode()), device="cuda"))
             checks = judge.checks(run(judge.inputs, csm.fwd, csm.bwd, backend="sm90"))
             torch.cuda.synchronize()
         except Exception as error:

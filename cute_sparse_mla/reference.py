@@ -311,7 +311,8 @@ def backward(
     dq_rows = dq.view(B * S, H, D) if B * S else dq
     # One row past the end takes what invalid slots would add, so no real row is touched by them.
     sums = q.new_zeros((B * S_kv + 1, G, D), dtype=rule.compute)
-    touched = torch.zeros(B * S_kv + 1, G, dtype=torch.bool, device=q.device)
+    # Only a caller's buffer has rows to leave alone.
+    touched = None if dkv is None else torch.zeros(B * S_kv + 1, G, dtype=torch.bool, device=q.device)
     axis = _Tokens(B, S, q.device)
     selection = _Selection(kv, indices, causal, q_positions, topk_length, rule.compute)
     per_slot = (3 * D + 5 * h) * item
@@ -338,7 +339,8 @@ def backward(
                 grad_rows = _product(dS.transpose(1, 2), q_group).mul_(sm_scale)
                 _add_product(grad_rows[..., :d_v], p.transpose(1, 2), group_row.dout)
                 _add_rows(sums[:, group], number.flatten(), grad_rows.flatten(0, 1), deterministic)
-                touched[:, group].index_fill_(0, number.flatten(), True)
+                if touched is not None:
+                    touched[:, group].index_fill_(0, number.flatten(), True)
             dq_rows[tokens, heads] = grad_q.mul_(sm_scale).to(rule.outputs)
     result = _finish_dkv(sums, touched, (B, S_kv, G, D), dkv, dkv_dtype or rule.outputs)
     return Backward(dq, result, d_sink, d_sink_abs)
@@ -416,9 +418,9 @@ def _add_rows(target: Tensor, number: Tensor, rows: Tensor, deterministic: bool)
 
 
 def _finish_dkv(
-    sums: Tensor, touched: Tensor, shape: tuple[int, int, int, int], dkv: Tensor | None, dtype: torch.dtype
+    sums: Tensor, touched: Tensor | None, shape: tuple[int, int, int, int], dkv: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    if dkv is None:
+    if dkv is None or touched is None:
         # The row past the end goes without a copy where the sums themselves are wanted.
         return sums.resize_(shape) if sums.dtype == dtype else sums[:-1].view(shape).to(dtype)
     sums, touched = sums[:-1].view(shape), touched[:-1].view(*shape[:-1], 1)
