@@ -19,7 +19,7 @@ from .errors import ArgumentValueError
 PACKAGE = __name__.rpartition(".")[0]
 _PACKAGE_DIR = Path(__file__).resolve().parent
 # Sub-packages that live beside the package in a checkout and inside it once installed.
-_MAPPED = ("hopper", "bench")
+_MAPPED = ("hopper", "sm100", "bench")
 
 
 class _CheckoutFinder(importlib.abc.MetaPathFinder):
