@@ -19,7 +19,7 @@ Pipeline of blocks i and i + 1, time down; arrows name the barriers:
                                               next Q K(0)                                   >o_free, stats_free
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable  # noqa: I001
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -31,8 +31,8 @@ from cutlass.cute.typing import AddressSpace
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, P_BUFFERS, PIECE, PIECES, Q_SLOTS, REGISTERS,
-    RESCALE_AT, ROLE, ROW_STAGES, SLOT, SPAN, TAIL_PIECE, THREADS, TMEM_COLUMNS, WARP, Plan,
+    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, P_BUFFERS, PIECE, PIECES, RESCALE_AT, ROLE,
+    ROW_STAGES, SLOT, SPAN, THREADS, TMEM_COLUMNS, WARP, Plan,
 )  # fmt: skip
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -47,8 +47,12 @@ STRIDES = (
     "q_b", "q_s", "q_h", "kv_row", "i_b", "i_s", "i_g", "i_k", "n_b", "n_s", "n_g", "p_b", "p_s", "sink_h",
 )  # fmt: skip
 STEP = 16  # K of one tensor-core instruction
-KEYS = 16  # keys of a row that one softmax thread owns
-QUARTER = 32  # columns of a softmax warpgroup's share of S
+STEPS = SPAN // STEP
+STEP_COLUMNS = STEP * ITEM // 4  # tensor-memory columns of a step of q
+HALF_K = BLOCK_K // 2
+KEYS = HALF_K // 2  # keys of a row that one softmax thread owns
+P_BYTES = ROWS_PER_CTA * BLOCK_K * ITEM
+K_MAJOR = dict(leading=16, stride=8 * SPAN * ITEM)
 RESCALE_COLUMNS = 32
 PAIR_BARRIER, ROW_BARRIER, OUT_BARRIER = 1, 5, 7  # named barriers: first numbers
 
@@ -84,38 +88,30 @@ class Forward:
         at, n, by = Named(POINTERS, pointers), Named(SIZES, sizes), Named(STRIDES, strides)
         plan = self.plan
         heads, tokens = plan.rows.box
+        swizzle = cute.make_swizzle(3, 4, 3)  # 128 bytes
         groups = n["G"] * n["heads_per_group"]
 
-        def atom(name, shape, stride, op, columns):
+        def atom(name, shape, stride, op):
             extents, steps = heads_first(shape, stride, n["heads_per_group"])
             tensor = cute.make_tensor(
                 cute.make_ptr(self.dtype, at[name], AddressSpace.gmem, assumed_align=16),
                 cute.make_layout(extents, stride=(1, *(cute.assume(Int64(s), divby=8) for s in steps[1:]))),
             )
-            box = (columns, heads, tokens)
-            layout = _swizzled(columns, cute.make_layout(box, stride=(1, columns, columns * heads)))
-            return cpasync.make_tiled_tma_atom(op, tensor, layout, box)[0]
+            box = (SPAN, heads, tokens)
+            layout = cute.make_layout(box, stride=(1, SPAN, SPAN * heads))
+            return cpasync.make_tiled_tma_atom(op, tensor, cute.make_composed_layout(swizzle, 0, layout), box)[0]
 
-        def rows_atom(columns):
-            tensor = cute.make_tensor(
-                cute.make_ptr(self.dtype, at["kv"], AddressSpace.gmem, assumed_align=16),
-                cute.make_layout((plan.D, n["kv_rows"]), stride=(1, cute.assume(by["kv_row"], divby=8))),
-            )
-            layout = _swizzled(columns, cute.make_layout((columns, 1), stride=(1, columns)))
-            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (columns, 1))[0]
-
-        q_shape, q_stride = (n["B"], n["S"], groups, plan.D), (by["q_b"], by["q_s"], by["q_h"])
-        out_shape = (n["B"], n["S"], groups, D_V)
-        token = Int64(groups) * D_V
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        maps = [
-            atom("q", q_shape, q_stride, load, SPAN),
-            rows_atom(SPAN),
-            atom("out", out_shape, (token * n["S"], token, Int64(D_V)), store, SPAN),
-        ]
-        if const_expr(plan.tail):
-            maps += [atom("q", q_shape, q_stride, load, SPAN // 2), rows_atom(SPAN // 2)]
-        self.kernel(tuple(maps), pointers, sizes, strides, scale_log2).launch(
+        q_map = atom("q", (n["B"], n["S"], groups, plan.D), (by["q_b"], by["q_s"], by["q_h"]), load)
+        token = Int64(groups) * D_V
+        out_map = atom("out", (n["B"], n["S"], groups, D_V), (token * n["S"], token, Int64(D_V)), store)
+        rows = cute.make_tensor(
+            cute.make_ptr(self.dtype, at["kv"], AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((plan.D, n["kv_rows"]), stride=(1, cute.assume(by["kv_row"], divby=8))),
+        )
+        layout = cute.make_composed_layout(swizzle, 0, cute.make_layout((SPAN, 1), stride=(1, SPAN)))
+        kv_map, _ = cpasync.make_tiled_tma_atom(load, rows, layout, (SPAN, 1))
+        self.kernel((q_map, kv_map, out_map), pointers, sizes, strides, scale_log2).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(plan.ctas, 1, 1),
@@ -246,7 +242,7 @@ class Forward:
         if const_expr(tokens > 1):
             bits = Int32(0)
             if valid:
-                bits = Int32(_global(at["bits"], cutlass.Uint8)[Int64(tile) * n["K"] + slot])
+                bits = _global(at["bits"], Int32)[Int64(tile) * n["K"] + slot]
         for token in cutlass.range_constexpr(tokens):
             word = cute.arch.vote_ballot_sync(valid & ((bits >> token) & 1 != 0))
             if lane == 0:
@@ -256,74 +252,72 @@ class Forward:
     @cute.jit
     def gather(self, at, n, by, smem, bar, rank, warp, work, maps):
         plan = self.plan
-        part = warp - ROLE["gather"].first
+        half = warp - ROLE["gather"].first
         first, tiles, step = work
         slot, slot_phase = Int32(0), Int32(1)
         stage, phase = Int32(0), Int32(0)
         q_map, kv_map = ptx.descriptor(maps[0]), ptx.descriptor(maps[1])
-        q_tail = ptx.descriptor(maps[3]) if plan.tail else None
-        kv_tail = ptx.descriptor(maps[4]) if plan.tail else None
         for tile in cutlass.range(first, tiles, step):
             b, s, g = split(tile, n["token_tiles"], n["G"])
             head, token = plan.rows.origin(s, rank)
-            for half in cutlass.range_constexpr(Q_SLOTS):
+            for part in cutlass.range_constexpr(plan.q_slots):
                 full = bar["slot_full"] + 8 * slot
                 ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
-                tail = bool(plan.tail) and half == 1
                 with cute.arch.elect_one():
-                    self.expect(full, rank, 2 * PIECE + tail * TAIL_PIECE)
-                    # Pieces: rows of the left half of the columns, then of the right half, of one span.
-                    for side in cutlass.range_constexpr(2):
-                        piece = part * 2 + side
-                        column = side * HALF + (2 * half + part) * SPAN
+                    # Pieces: a span of the left half of the columns, the same of the right, the next span, ...
+                    is_tail = part == 2
+                    self.expect(full, rank, (1 if is_tail else 2) * PIECE)
+                    for side in cutlass.range_constexpr(1 if is_tail else 2):
+                        piece = half if is_tail else half * 2 + side
+                        column = Int32(D_V) if is_tail else side * HALF + (2 * part + half) * SPAN
                         where = smem["slots"] + slot * SLOT + piece * PIECE
                         ptx.tensor_load(where, q_map, (column, head, token, g, b), full, plan.pair)
-                    if const_expr(tail):
-                        where = smem["tails"] + (slot * 2 + part) * TAIL_PIECE
-                        column = D_V + part * (SPAN // 2)
-                        ptx.tensor_load(where, q_tail, (column, head, token, g, b), full, plan.pair)
                 slot, slot_phase = _next(slot, slot_phase, plan.slots)
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
-                keys = BLOCK_K // ROLE["gather"].warps
                 rows = []
-                for quad in cutlass.range_constexpr(keys // 4):
-                    rows.append(
-                        ptx.load_words(smem["row_numbers"] + (stage * BLOCK_K + part * keys + quad * 4) * 4, 4)
-                    )
+                for quad in cutlass.range_constexpr(HALF_K // 4):
+                    at_rows = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K + quad * 4) * 4
+                    rows.append(ptx.load_words(at_rows, 4))
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
-                for half in cutlass.range_constexpr(plan.slots_per_block):
-                    self.gather_slot(smem, bar, rank, part, slot, slot_phase, half, rows, kv_map, kv_tail)
+                for part in cutlass.range_constexpr(plan.slots_per_block):
+                    self.gather_slot(smem, bar, rank, half, slot, slot_phase, part, rows, kv_map)
                     slot, slot_phase = _next(slot, slot_phase, plan.slots)
 
     @cute.jit
-    def gather_slot(self, smem, bar, rank, part, slot, slot_phase, half, rows, kv_map, kv_tail):
-        """This warp's keys of one slot: all of the CTA's columns of a pair, half of both halves of a single CTA."""
+    def gather_slot(self, smem, bar, rank, half, slot, slot_phase, part, rows, kv_map):
+        """This warp's half of the keys of a slot: all columns of a pair's CTA, half of a single CTA's."""
         plan = self.plan
         full = bar["slot_full"] + 8 * slot
         ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
-        tails = (1 if plan.pair else 2 * half) if plan.tail else 0
-        keys = 4 * len(rows)
+        bytes_of = HALF_K * SPAN * ITEM
+        has_tail = bool(plan.tail) and part == plan.slots_per_block - 1
         with cute.arch.elect_one():
-            self.expect(full, rank, PIECES * keys * SPAN * ITEM + tails * keys * (SPAN // 2) * ITEM)
+            # Of a pair, this warp number's tail is loaded in one of the CTAs.
+            self.expect(full, rank, PIECES * bytes_of + has_tail * bytes_of // plan.ctas)
             for piece in cutlass.range_constexpr(PIECES):
                 if const_expr(plan.pair):
                     column = rank * HALF + piece * SPAN
                 else:
-                    column = Int32(piece % 2 * HALF + (2 * half + piece // 2) * SPAN)
-                where = smem["slots"] + slot * SLOT + piece * PIECE + part * (keys * SPAN * ITEM)
-                for quad, numbers in enumerate(rows):
-                    target = where + quad * 4 * SPAN * ITEM
-                    ptx.gather4(target, kv_map, column, numbers, full, plan.pair)
-            for side in cutlass.range_constexpr(tails):
-                column = Int32(D_V) + (rank if plan.pair else side) * (SPAN // 2)
-                where = smem["tails"] + (slot * 2 + side) * TAIL_PIECE + part * (keys * SPAN // 2 * ITEM)
-                for quad, numbers in enumerate(rows):
-                    target = where + quad * 4 * (SPAN // 2) * ITEM
-                    ptx.gather4(target, kv_tail, column, numbers, full, plan.pair)
+                    column = Int32(piece % 2 * HALF + (2 * part + piece // 2) * SPAN)
+                where = smem["slots"] + slot * SLOT + piece * PIECE + half * bytes_of
+                self.gather_rows(where, kv_map, column, rows, full)
+            if const_expr(has_tail and plan.pair):
+                if half == rank:
+                    self.gather_rows(smem["tails"] + slot * bytes_of, kv_map, Int32(D_V), rows, full)
+            elif const_expr(has_tail):
+                where = smem["tails"] + (slot * 2 + half) * bytes_of
+                self.gather_rows(where, kv_map, Int32(D_V), rows, full)
+
+    @cute.jit
+    def gather_rows(self, where, kv_map, column, rows, full):
+        """One span of columns of this warp's keys."""
+        for quad in cutlass.range_constexpr(len(rows)):
+            target = where + quad * 4 * SPAN * ITEM
+            ptx.gather4(target, kv_map, column, rows[quad], full, self.plan.pair)
 
     @cute.jit
     def expect(self, full, rank, size):
@@ -349,20 +343,20 @@ class Forward:
             # The tile before still reads Q until its last scores are done.
             ptx.wait(bar["q_done"], q_phase)
             q_phase ^= 1
-            for half in cutlass.range_constexpr(Q_SLOTS):
+            for part in cutlass.range_constexpr(plan.q_slots):
                 ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
                 ptx.fence_after()
-                self.copy_q(smem, bar, tmem, slot, half)
+                self.copy_q(smem, bar, tmem, slot, part)
                 slot, slot_phase = _next(slot, slot_phase, plan.slots)
             used = slot
             for i in cutlass.range(blocks + 1):
                 if i < blocks:
                     ptx.wait(bar["s_free"], s_phase)
                     s_phase ^= 1
-                    for half in cutlass.range_constexpr(plan.slots_per_block):
+                    for part in cutlass.range_constexpr(plan.slots_per_block):
                         ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
                         ptx.fence_after()
-                        self.scores(smem, tmem, slot, half)
+                        self.scores(smem, tmem, slot, part)
                         slot, slot_phase = _next(slot, slot_phase, plan.slots)
                     with cute.arch.elect_one():
                         ptx.commit(bar["s_ready"], pair)
@@ -375,8 +369,8 @@ class Forward:
                         ptx.wait(bar["o_free"], o_phase)
                         o_phase ^= 1
                     ptx.fence_after()
-                    for half in cutlass.range_constexpr(plan.slots_per_block):
-                        self.values(smem, bar, tmem, used, half, p, i > 1)
+                    for part in cutlass.range_constexpr(plan.slots_per_block):
+                        self.values(smem, bar, tmem, used, part, p, i > 1)
                         used, _ = _next(used, Int32(0), plan.slots)
                     with cute.arch.elect_one():
                         ptx.commit(bar["pv_done"] + 8 * p, pair)
@@ -386,67 +380,58 @@ class Forward:
                     p, p_phase = _next(p, p_phase, P_BUFFERS)
 
     @cute.jit
-    def copy_q(self, smem, bar, tmem, slot, half):
-        """Two spans of each half of q's columns, and the tail, to tensor memory: 8 columns hold 16 of q."""
+    def copy_q(self, smem, bar, tmem, slot, part):
+        """Two spans of each half of q's columns, or the tail for both halves, to tensor memory: 16 take 8 columns."""
         plan = self.plan
-        q = tmem + plan.tmem["q"].start
+        is_tail = part == 2
+        q = tmem + (plan.tmem["q_tail"].start if is_tail else plan.tmem["q"].start + part * SPAN)
         with cute.arch.elect_one():
-            for span in cutlass.range_constexpr(2):
-                for k in cutlass.range_constexpr(SPAN // STEP):
-                    at = smem["slots"] + slot * SLOT + span * 2 * PIECE + k * STEP * ITEM
-                    source = ptx.operand(at, leading=16, stride=8 * SPAN * ITEM, swizzle=128)
-                    column = ((2 * half + span) * (SPAN // STEP) + k) * 8
-                    ptx.copy_to_tensor_memory(q + column, source, plan.pair)
-            if const_expr(plan.tail and half == 1):
-                for k in cutlass.range_constexpr(SPAN // 2 // STEP):
-                    at = smem["tails"] + slot * 2 * TAIL_PIECE + k * STEP * ITEM
-                    source = ptx.operand(at, leading=16, stride=4 * SPAN * ITEM, swizzle=64)
-                    ptx.copy_to_tensor_memory(q + (HALF // STEP + k) * 8, source, plan.pair)
+            for span in cutlass.range_constexpr(1 if is_tail else 2):
+                for k in cutlass.range_constexpr(STEPS):
+                    source = ptx.operand(smem["slots"] + slot * SLOT + span * 2 * PIECE + k * STEP * ITEM, **K_MAJOR)
+                    ptx.copy_to_tensor_memory(q + (span * STEPS + k) * STEP_COLUMNS, source, plan.pair)
             ptx.commit(bar["slot_free"] + 8 * slot, plan.pair)
 
     @cute.jit
-    def scores(self, smem, tmem, slot, half):
+    def scores(self, smem, tmem, slot, part):
         """S (+)= Q K^T over one slot: the left half's part in lanes 0 to 63, the right half's in 64 to 127."""
         plan = self.plan
-        q, s = tmem + plan.tmem["q"].start, tmem + plan.tmem["s"].start
-        shape = ptx.shape(self.dtype, ROWS_PER_CTA * plan.ctas, 2 * BLOCK_K, False)
-        spans = PIECES if plan.pair else PIECES // 2
+        rows, spans = ROWS_PER_CTA * plan.ctas, PIECES // plan.slots_per_block
+        q = tmem + plan.tmem["q"].start + part * spans * STEPS * STEP_COLUMNS
+        shape = ptx.shape(self.dtype, rows, 2 * BLOCK_K, False)
+        how = dict(pair=plan.pair, a_in_tensor_memory=True)
         with cute.arch.elect_one():
             for span in cutlass.range_constexpr(spans):
-                for k in cutlass.range_constexpr(SPAN // STEP):
-                    at = smem["slots"] + slot * SLOT + span * (SLOT // spans) + k * STEP * ITEM
-                    b = ptx.operand(at, leading=16, stride=8 * SPAN * ITEM, swizzle=128)
-                    a = q + ((half * spans + span) * (SPAN // STEP) + k) * 8
-                    fresh = half == 0 and span == 0 and k == 0
-                    ptx.mma(s, a, b, shape, not fresh, pair=plan.pair, a_in_tensor_memory=True)
-            if const_expr(plan.tail and half == plan.slots_per_block - 1):
-                for k in cutlass.range_constexpr(SPAN // 2 // STEP):
-                    at = smem["tails"] + slot * 2 * TAIL_PIECE + k * STEP * ITEM
-                    b = ptx.operand(at, leading=16, stride=4 * SPAN * ITEM, swizzle=64)
-                    a = q + (HALF // STEP + k) * 8
-                    ptx.mma(s, a, b, shape, True, pair=plan.pair, a_in_tensor_memory=True)
+                for k in cutlass.range_constexpr(STEPS):
+                    b = ptx.operand(smem["slots"] + slot * SLOT + span * (SLOT // spans) + k * STEP * ITEM, **K_MAJOR)
+                    a, fresh = q + (span * STEPS + k) * STEP_COLUMNS, part == 0 and span == 0 and k == 0
+                    ptx.mma(tmem + plan.tmem["s"].start, a, b, shape, not fresh, **how)
+            if const_expr(plan.tail and part == plan.slots_per_block - 1):
+                shape = ptx.shape(self.dtype, rows, BLOCK_K, False)
+                for k in cutlass.range_constexpr(STEPS):
+                    at = smem["tails"] + slot * (plan.tail_keys * SPAN * ITEM) + k * STEP * ITEM
+                    a = tmem + plan.tmem["q_tail"].start + k * STEP_COLUMNS
+                    ptx.mma(tmem + plan.tmem["s_tail"].start, a, ptx.operand(at, **K_MAJOR), shape, k > 0, **how)
 
     @cute.jit
-    def values(self, smem, bar, tmem, slot, half, p, accumulate):
+    def values(self, smem, bar, tmem, slot, part, p, accumulate):
         """O (+)= P V over one slot: 256 columns of V a product, of which each half of the lanes gets 128."""
         plan = self.plan
         o = tmem + plan.tmem["o"].start
         shape = ptx.shape(self.dtype, ROWS_PER_CTA * plan.ctas, HALF, True)
-        products = 2 // plan.slots_per_block
         with cute.arch.elect_one():
-            for j in cutlass.range_constexpr(products):
+            for j in cutlass.range_constexpr(2 // plan.slots_per_block):
                 for k in cutlass.range_constexpr(BLOCK_K // STEP):
-                    at = smem["p"] + p * (ROWS_PER_CTA * BLOCK_K * ITEM) + k * STEP * ITEM
-                    a = ptx.operand(at, leading=16, stride=8 * SPAN * ITEM, swizzle=128)
+                    a = ptx.operand(smem["p"] + p * P_BYTES + k * STEP * ITEM, **K_MAJOR)
                     at = smem["slots"] + slot * SLOT + j * (SLOT // 2) + k * STEP * SPAN * ITEM
-                    b = ptx.operand(at, leading=PIECE, stride=8 * SPAN * ITEM, swizzle=128)
-                    d = o + (half + j) * (HALF // 2)
+                    b = ptx.operand(at, leading=PIECE, stride=8 * SPAN * ITEM)
                     more = accumulate if k == 0 else Boolean(True)
+                    d = o + (part + j) * (HALF // 2)
                     ptx.mma(d, a, b, shape, more, pair=plan.pair, a_in_tensor_memory=False)
             ptx.commit(bar["slot_free"] + 8 * slot, plan.pair)
 
-    # Does: softmax; thread (warpgroup w, lane l of tensor memory) owns 16 keys of row l % 64. Produces: s_free, p_ready,
-    # stats_ready. Consumes: s_ready, rows_ready, pv_done, stats_free.
+    # Does: softmax; a thread (warpgroup w, lane l of tensor memory) owns 16 keys of row l % 64: keys 32 (l // 64) + 16 w
+    # and up. Produces: s_free, p_ready, stats_ready. Consumes: s_ready, rows_ready, pv_done, stats_free.
     @cute.jit
     def softmax(self, at, n, by, smem, bar, tmem, rank, warp, work, scale_log2):
         plan = self.plan
@@ -465,8 +450,8 @@ class Forward:
             top, total = Float32(FLOOR), Float32(0.0)
             for i in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
-                at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + group) * 4
-                mask = ptx.load_words(at_mask, 1, Uint32)[0] >> Uint32(side * KEYS)
+                at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
+                mask = ptx.load_words(at_mask, 1, Uint32)[0] >> Uint32(group * KEYS)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
@@ -476,10 +461,14 @@ class Forward:
                 ptx.wait(bar["s_ready"], s_phase)
                 s_phase ^= 1
                 ptx.fence_after()
-                columns = tmem + plan.tmem["s"].start + group * QUARTER
-                own = ptx.load_columns(columns + side * KEYS, KEYS)
-                given = ptx.load_columns(columns + (1 - side) * KEYS, KEYS)
+                columns = tmem + plan.tmem["s"].start + group * KEYS
+                own = ptx.load_columns(columns + side * HALF_K, KEYS)
+                given = ptx.load_columns(columns + (1 - side) * HALF_K, KEYS)
+                if const_expr(plan.tail):
+                    tail = ptx.load_columns(tmem + plan.tmem["s_tail"].start + group * KEYS, KEYS)
                 cute.arch.fence_view_async_tmem_load()
+                if const_expr(plan.tail):
+                    own = [x + y for x, y in zip(own, tail, strict=True)]
                 ptx.fence_before()
                 self.arrive_pair(bar["s_free"])
                 scores = self.exchange(smem, warp, lane, own, given)
@@ -499,10 +488,10 @@ class Forward:
                 total = total * factor + part
 
                 ptx.wait(bar["pv_done"] + 8 * p, p_phase)
-                where = smem["p"] + p * (ROWS_PER_CTA * BLOCK_K * ITEM) + row * (BLOCK_K * ITEM)
+                where = smem["p"] + p * P_BYTES + row * (BLOCK_K * ITEM)
                 words = ptx.pack_halves(scores, self.dtype)
                 for vector in cutlass.range_constexpr(2):
-                    chunk = (group * 4 + side * 2 + vector) ^ (row % 8)
+                    chunk = (side * 4 + group * 2 + vector) ^ (row % 8)
                     ptx.store_words(where + chunk * 16, words[4 * vector : 4 * vector + 4])
                 cute.arch.fence_view_async_shared()
                 grown_rows = cute.arch.vote_any_sync(grown)
@@ -570,7 +559,8 @@ class Forward:
         cute.arch.fence_view_async_tmem_store()
         ptx.fence_before()
 
-    # Does: out and lse of a tile; thread l reads lane l of O. Produces: o_free, stats_free. Consumes: o_ready, stats_ready.
+    # Does: out and lse of a tile; thread l reads lane l of O. Produces: o_free, stats_free.
+    # Consumes: o_ready, stats_ready.
     @cute.jit
     def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, maps):
         plan = self.plan
@@ -643,7 +633,7 @@ class Forward:
         sink = -Float32.inf
         if real:
             sink = _global(at["sink"], Float32)[Int64(which) * by["sink_h"]]
-        if total > 0.0:
+        if total != 0.0:
             log2_sum = cute.math.log2(total, fastmath=True) + top
             lse = log2_sum * LN_2
             # sigmoid(lse - sink); an infinite power makes it 0, and a sink of -inf leaves 1.
@@ -652,11 +642,6 @@ class Forward:
         if real & (side == 0):
             out[(Int64(b) * n["S"] + token) * (n["G"] * n["heads_per_group"]) + which] = lse
         return factor
-
-
-def _swizzled(columns: int, layout: cute.Layout) -> cute.ComposedLayout:
-    """Rows of `columns` 16-bit elements in the swizzle whose span is such a row: 128 or 64 bytes."""
-    return cute.make_composed_layout(cute.make_swizzle(3 if columns == SPAN else 2, 4, 3), 0, layout)
 
 
 def _global(address: Int64, kind: type) -> Any:

@@ -172,7 +172,7 @@ def fwd(
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=device)
     causal, slots = problem.causal, problem.K
-    bits = _scalar(device, 0, torch.uint8)
+    bits = _scalar(device, 0, torch.int32)
     lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
     if plan.rows.tokens > 1:
         valid = _valid(problem, indices, topk_length, q_positions)

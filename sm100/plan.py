@@ -2,16 +2,19 @@
 
     one CTA = 64 query rows; a tile is one CTA, or a pair of CTAs for 128 rows
 
-Every byte of a gathered row is read once and used as K and as V. The columns of the first 512 are cut in halves, left
-and right; a pair keeps one half in each CTA, a single CTA keeps both. Q K^T of the left half goes to lanes 0 to 63 of
+Every byte of a gathered row is read once and used as K and as V. The first 512 columns are cut in halves, left and
+right; a pair keeps one half in each CTA, a single CTA keeps both. Q K^T of the left half goes to lanes 0 to 63 of
 tensor memory and of the right half to lanes 64 to 127 (Q lies in tensor memory, so each half of the lanes has its own
-columns of Q); their sum is the score. P V gives columns of the left and right half in the same way. The two tail
-columns halves of D 576 are products of 32 more columns each. (The split of K by columns instead of keys, and Q in
-tensor memory for it, as in the DSA forward kernels of cudnn-frontend and FlashMLA.)
+columns of Q); their sum is the score. P V gives columns of the left and right half in the same way. The 64 tail
+columns of D 576 are cut by keys: a product of its own, whose lanes 0 to 63 get the first 32 keys and 64 to 127 the
+others; a pair keeps the tail of 32 keys in each CTA. So the scores of a row are summed by the two threads of that row,
+in lanes r and r + 64, which own 32 keys each. (K split by columns instead of keys, and Q in tensor memory for it, as
+in the forward kernels of FlashMLA and of cudnn-frontend's DSA.)
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,9 +28,7 @@ ITEM = 2  # bytes of bf16 and fp16
 SPAN = 64  # columns of a 128-byte swizzle span
 PIECE = BLOCK_K * SPAN * ITEM  # 64 rows of one span: 8 KB
 PIECES = 4  # of a KV slot
-TAIL_PIECE = BLOCK_K * (SPAN // 2) * ITEM  # 64 rows of 32 tail columns
 SLOT = PIECES * PIECE
-Q_SLOTS = 2  # 64 rows of q pass through two slots of the KV ring on their way to tensor memory
 P_BUFFERS = 2
 ROW_STAGES = 4  # blocks of resolved rows and masks
 OUT_PIECES = 2  # one 64-column piece of each half of the lanes leaves together
@@ -102,7 +103,7 @@ class Area:
 def check_areas(what: str, areas: tuple[Area, ...], limit: int) -> None:
     """No overlap, nothing past the limit."""
     ordered = sorted(areas, key=lambda a: a.start)
-    for left, right in zip(ordered, ordered[1:], strict=False):
+    for left, right in itertools.pairwise(ordered):
         if left.end > right.start:
             raise PlanError(f"{what}: {left.name} ends at {left.end}, past the start {right.start} of {right.name}")
     if ordered[0].start < 0 or ordered[-1].end > limit:
@@ -140,6 +141,16 @@ class Plan:
         return 4 if self.tail else 5
 
     @property
+    def q_slots(self) -> int:
+        """Slots of the KV ring through which q passes on its way to tensor memory; the last has the tail, twice."""
+        return 3 if self.tail else 2
+
+    @property
+    def tail_keys(self) -> int:
+        """Keys of a block whose tail this CTA holds."""
+        return (BLOCK_K // self.ctas) if self.tail else 0
+
+    @property
     def slots_per_block(self) -> int:
         """A pair keeps 64 keys of one half of the columns in a slot, a single CTA of both in two."""
         return 1 if self.pair else 2
@@ -168,7 +179,7 @@ class Plan:
         tokens = self.rows.tokens
         sizes = {
             "slots": self.slots * SLOT,
-            "tails": self.slots * 2 * TAIL_PIECE if self.tail else 0,
+            "tails": self.slots * self.tail_keys * SPAN * ITEM,
             "p": P_BUFFERS * ROWS_PER_CTA * BLOCK_K * ITEM,
             "out": OUT_PIECES * PIECE,
             "exchange": ROLE["softmax"].warps * WARP * 16 * 4,
@@ -193,8 +204,13 @@ class Plan:
     @cached_property
     def tmem(self) -> dict[str, Area]:
         """Tensor memory, in 32-bit columns of all 128 lanes."""
-        o, q, s = D_V // 2, (D_V + self.tail) // 4, BLOCK_K
-        return {"o": Area("o", 0, o), "q": Area("q", o, q), "s": Area("s", TMEM_COLUMNS - s, s)}
+        # A column holds two elements of q, or one of O and S, for each half of the lanes; q's tail is in both halves.
+        sizes = {"o": HALF, "q": HALF // 2, "q_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2}
+        areas, at = {}, 0
+        for name, size in sizes.items():
+            areas[name] = Area(name, at, size)
+            at += size
+        return areas
 
     def barrier_offset(self, name: str) -> int:
         """Byte offset of a barrier's first stage in shared memory."""

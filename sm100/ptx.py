@@ -78,7 +78,9 @@ def descriptor(atom: cute.CopyAtom, *, loc: Any = None, ip: Any = None) -> cute.
     return cute.make_ptr(Uint8, address, AddressSpace.generic, assumed_align=64, loc=loc, ip=ip)
 
 
-def gather4(target: Int32, source: cute.Pointer, column: Int32, rows: Sequence[Int32], barrier: Int32, pair: bool) -> None:
+def gather4(
+    target: Int32, source: cute.Pointer, column: Int32, rows: Sequence[Int32], barrier: Int32, pair: bool
+) -> None:
     """Four rows of a 2-D tensor map, `box` columns each; of a pair, the even CTA's barrier gets the bytes."""
     group = "cta_group::2" if pair else "cta_group::1"
     if pair:
@@ -113,10 +115,10 @@ def tensor_store(target: cute.Pointer, source: Int32, at: Sequence[Int32]) -> No
 # Tensor core ----------------------------------------------------------------------------------------------------------
 
 
-def operand(address: Int32, *, leading: int, stride: int, swizzle: int) -> Any:
-    """Shared-memory operand: swizzle span, LBO and SBO in bytes."""
-    layouts = {128: primitives.Tcgen05SmemSwizzle.SWIZZLE_128B, 64: primitives.Tcgen05SmemSwizzle.SWIZZLE_64B}
-    return primitives.Tcgen05SmemDesc.build(address, leading, stride, layout=layouts[swizzle])
+def operand(address: Int32, *, leading: int, stride: int) -> Any:
+    """Shared-memory operand with a 128-byte swizzle; LBO and SBO in bytes."""
+    swizzle = primitives.Tcgen05SmemSwizzle.SWIZZLE_128B
+    return primitives.Tcgen05SmemDesc.build(address, leading, stride, layout=swizzle)
 
 
 def shape(dtype: type, m: int, n: int, b_mn_major: bool) -> Any:

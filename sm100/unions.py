@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Union(NamedTuple):
-    """`rows [B, tiles, G, T * K]` int32, of which the first `lengths [B, tiles, G]` count; `bits` says for which tokens."""
+    """`rows [B, tiles, G, T * K]` int32, of which the first `lengths [B, tiles, G]` count; `bits`, int32: whose."""
 
     rows: Tensor
     bits: Tensor
@@ -52,4 +52,4 @@ def build(indices: Tensor, valid: Tensor, tokens: int) -> Union:
     union = torch.full_like(merged, -1)
     union.scatter_(-1, slot, torch.div(key, K, rounding_mode="floor"))
     lengths = fresh.sum(dim=-1).to(torch.int32)
-    return Union(union[..., :-1].to(torch.int32).contiguous(), merged[..., :-1].to(torch.uint8).contiguous(), lengths)
+    return Union(union[..., :-1].to(torch.int32).contiguous(), merged[..., :-1].to(torch.int32).contiguous(), lengths)
