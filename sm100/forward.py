@@ -430,8 +430,8 @@ class Forward:
                     ptx.mma(d, a, b, shape, more, pair=plan.pair, a_in_tensor_memory=False)
             ptx.commit(bar["slot_free"] + 8 * slot, plan.pair)
 
-    # Does: softmax; a thread (warpgroup w, lane l of tensor memory) owns 16 keys of row l % 64: keys 32 (l // 64) + 16 w
-    # and up. Produces: s_free, p_ready, stats_ready. Consumes: s_ready, rows_ready, pv_done, stats_free.
+    # Does: softmax; a thread (warpgroup w, lane l of tensor memory) owns keys 32 (l // 64) + 16 w and 15 more of row
+    # l % 64. Produces: s_free, p_ready, stats_ready. Consumes: s_ready, rows_ready, pv_done, stats_free.
     @cute.jit
     def softmax(self, at, n, by, smem, bar, tmem, rank, warp, work, scale_log2):
         plan = self.plan
