@@ -115,7 +115,7 @@ class Forward:
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(plan.ctas, 1, 1),
-            smem=plan.smem_bytes + 1024,
+            smem=plan.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,
         )

@@ -44,17 +44,22 @@ class Rows:
 
 def rows_for(heads: int, tokens: int) -> Rows | None:
     """The smallest tile for `heads` heads and `tokens` tokens: 64 rows or 128; None where 128 are too few."""
-    for rows in (ROWS_PER_CTA, 2 * ROWS_PER_CTA):
-        if tokens * heads <= rows // tokens * tokens and heads <= rows // tokens:
-            return Rows(tokens, rows // tokens)
-    return None
+    fitting = (rows // tokens for rows in (ROWS_PER_CTA, 2 * ROWS_PER_CTA) if heads <= rows // tokens)
+    padded_heads = next(fitting, None)
+    return None if padded_heads is None else Rows(tokens, padded_heads)
 
 
 def heads_first(shape: tuple, strides: tuple, heads_per_group: Any) -> tuple[tuple, tuple]:
-    """Extents and strides `(d, h, s, g, b)` of a tensor `[b, s, g * h, d]` whose last dimension is contiguous."""
-    B, S, G, D = shape
+    """Extents and strides `(d, h, s, g, b)` of a tensor `[B, S, H, D]` with `H = g * h` whose last dimension is contiguous."""
+    B, S, H, D = shape
     stride_b, stride_s, stride_h = strides
-    return (D, heads_per_group, S, G, B), (1, stride_h, stride_s, stride_h * heads_per_group, stride_b)
+    return (D, heads_per_group, S, H // heads_per_group, B), (
+        1,
+        stride_h,
+        stride_s,
+        stride_h * heads_per_group,
+        stride_b,
+    )
 
 
 def split(tile: Any, token_tiles: Any, groups: Any) -> tuple[Any, Any, Any]:
