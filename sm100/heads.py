@@ -50,7 +50,7 @@ def rows_for(heads: int, tokens: int) -> Rows | None:
 
 
 def heads_first(shape: tuple, strides: tuple, heads_per_group: Any) -> tuple[tuple, tuple]:
-    """Extents and strides `(d, h, s, g, b)` of a tensor `[B, S, H, D]`, `H = g h`, whose last dimension is contiguous."""
+    """Extents and strides `(d, h, s, g, b)` of a tensor `[B, S, H, D]` of `H = g h` heads, with contiguous d."""
     B, S, H, D = shape
     stride_b, stride_s, stride_h = strides
     return (D, heads_per_group, S, H // heads_per_group, B), (
