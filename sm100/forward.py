@@ -31,8 +31,8 @@ from cutlass.cute.typing import AddressSpace
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, P_BUFFERS, PIECE, PIECES, RESCALE_AT, ROLE,
-    ROW_STAGES, SLOT, SPAN, THREADS, TMEM_COLUMNS, WARP, Plan,
+    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, PIECE, PIECES, RESCALE_AT, ROLE,
+    ROW_STAGES, SLOT, SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
 )  # fmt: skip
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -256,6 +256,7 @@ class Forward:
         first, tiles, step = work
         slot, slot_phase = Int32(0), Int32(1)
         stage, phase = Int32(0), Int32(0)
+        tail, tail_phase = Int32(0), Int32(1)
         q_map, kv_map = ptx.descriptor(maps[0]), ptx.descriptor(maps[1])
         for tile in cutlass.range(first, tiles, step):
             b, s, g = split(tile, n["token_tiles"], n["G"])
@@ -272,30 +273,33 @@ class Forward:
                         column = Int32(D_V) if is_tail else side * HALF + (2 * part + half) * SPAN
                         where = smem["slots"] + slot * SLOT + piece * PIECE
                         ptx.tensor_load(where, q_map, (column, head, token, g, b), full, plan.pair)
-                slot, slot_phase = _next(slot, slot_phase, plan.slots)
+                slot, slot_phase = _next(slot, slot_phase, SLOTS)
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
-                rows = []
-                for quad in cutlass.range_constexpr(HALF_K // 4):
-                    at_rows = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K + quad * 4) * 4
-                    rows.append(ptx.load_words(at_rows, 4))
+                numbers = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K) * 4
+                for part in cutlass.range_constexpr(plan.slots_per_block):
+                    ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
+                    if const_expr(plan.tail and part == plan.slots_per_block - 1):
+                        ptx.wait(bar["tail_free"] + 8 * tail, tail_phase)
+                    self.gather_slot(smem, bar, rank, half, slot, tail, part, numbers, kv_map)
+                    slot, slot_phase = _next(slot, slot_phase, SLOTS)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
-                for part in cutlass.range_constexpr(plan.slots_per_block):
-                    self.gather_slot(smem, bar, rank, half, slot, slot_phase, part, rows, kv_map)
-                    slot, slot_phase = _next(slot, slot_phase, plan.slots)
+                tail, tail_phase = _next(tail, tail_phase, TAIL_STAGES)
 
     @cute.jit
-    def gather_slot(self, smem, bar, rank, half, slot, slot_phase, part, rows, kv_map):
+    def gather_slot(self, smem, bar, rank, half, slot, tail, part, numbers, kv_map):
         """This warp's half of the keys of a slot: all columns of a pair's CTA, half of a single CTA's."""
         plan = self.plan
         full = bar["slot_full"] + 8 * slot
-        ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
         bytes_of = HALF_K * SPAN * ITEM
         has_tail = bool(plan.tail) and part == plan.slots_per_block - 1
         with cute.arch.elect_one():
+            rows = []
+            for quad in cutlass.range_constexpr(HALF_K // 4):
+                rows.append(ptx.load_words(numbers + quad * 16, 4))
             # Of a pair, this warp number's tail is loaded in one of the CTAs.
             self.expect(full, rank, PIECES * bytes_of + has_tail * bytes_of // plan.ctas)
             for piece in cutlass.range_constexpr(PIECES):
@@ -307,9 +311,9 @@ class Forward:
                 self.gather_rows(where, kv_map, column, rows, full)
             if const_expr(has_tail and plan.pair):
                 if half == rank:
-                    self.gather_rows(smem["tails"] + slot * bytes_of, kv_map, Int32(D_V), rows, full)
+                    self.gather_rows(smem["tails"] + tail * bytes_of, kv_map, Int32(D_V), rows, full)
             elif const_expr(has_tail):
-                where = smem["tails"] + (slot * 2 + half) * bytes_of
+                where = smem["tails"] + (tail * 2 + half) * bytes_of
                 self.gather_rows(where, kv_map, Int32(D_V), rows, full)
 
     @cute.jit
@@ -337,6 +341,7 @@ class Forward:
         first, tiles, step = work
         slot, slot_phase, used = Int32(0), Int32(0), Int32(0)
         p, p_phase = Int32(0), Int32(0)
+        tail = Int32(0)
         s_phase, q_phase, o_phase = Int32(1), Int32(1), Int32(1)
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
@@ -347,37 +352,51 @@ class Forward:
                 ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
                 ptx.fence_after()
                 self.copy_q(smem, bar, tmem, slot, part)
-                slot, slot_phase = _next(slot, slot_phase, plan.slots)
+                slot, slot_phase = _next(slot, slot_phase, SLOTS)
             used = slot
+            # Products of two blocks take turns slot by slot: P V frees slots early, Q K has the next S ready early.
             for i in cutlass.range(blocks + 1):
                 if i < blocks:
                     ptx.wait(bar["s_free"], s_phase)
                     s_phase ^= 1
-                    for part in cutlass.range_constexpr(plan.slots_per_block):
-                        ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
-                        ptx.fence_after()
-                        self.scores(smem, tmem, slot, part)
-                        slot, slot_phase = _next(slot, slot_phase, plan.slots)
-                    with cute.arch.elect_one():
-                        ptx.commit(bar["s_ready"], pair)
-                    if i == blocks - 1:
-                        with cute.arch.elect_one():
-                            ptx.commit(bar["q_done"], pair)
-                if i > 0:
-                    ptx.wait(bar["p_ready"] + 8 * p, p_phase)
-                    if i == 1:
-                        ptx.wait(bar["o_free"], o_phase)
-                        o_phase ^= 1
-                    ptx.fence_after()
-                    for part in cutlass.range_constexpr(plan.slots_per_block):
+                for part in cutlass.range_constexpr(plan.slots_per_block):
+                    if i < blocks:
+                        last = i == blocks - 1
+                        slot, slot_phase = self.issue_scores(smem, bar, tmem, slot, slot_phase, tail, part, last)
+                    if i > 0:
+                        if const_expr(part == 0):
+                            ptx.wait(bar["p_ready"] + 8 * p, p_phase)
+                            if i == 1:
+                                ptx.wait(bar["o_free"], o_phase)
+                                o_phase ^= 1
+                            ptx.fence_after()
                         self.values(smem, bar, tmem, used, part, p, i > 1)
-                        used, _ = _next(used, Int32(0), plan.slots)
+                        used, _ = _next(used, Int32(0), SLOTS)
+                if i < blocks:
+                    tail, _ = _next(tail, Int32(0), TAIL_STAGES)
+                if i > 0:
                     with cute.arch.elect_one():
                         ptx.commit(bar["pv_done"] + 8 * p, pair)
                     if i == blocks:
                         with cute.arch.elect_one():
                             ptx.commit(bar["o_ready"], pair)
-                    p, p_phase = _next(p, p_phase, P_BUFFERS)
+                    p, p_phase = _next(p, p_phase, plan.p_buffers)
+
+    @cute.jit
+    def issue_scores(self, smem, bar, tmem, slot, slot_phase, tail, part, last_block):
+        """S (+)= Q K^T over the next slot, once it is full; a block's last announces S. Returns the slot after it."""
+        ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
+        ptx.fence_after()
+        self.scores(smem, tmem, slot, tail, part)
+        if const_expr(part == self.plan.slots_per_block - 1):
+            with cute.arch.elect_one():
+                ptx.commit(bar["s_ready"], self.plan.pair)
+                if const_expr(self.plan.tail):
+                    ptx.commit(bar["tail_free"] + 8 * tail, self.plan.pair)
+            if last_block:
+                with cute.arch.elect_one():
+                    ptx.commit(bar["q_done"], self.plan.pair)
+        return _next(slot, slot_phase, SLOTS)
 
     @cute.jit
     def copy_q(self, smem, bar, tmem, slot, part):
@@ -393,7 +412,7 @@ class Forward:
             ptx.commit(bar["slot_free"] + 8 * slot, plan.pair)
 
     @cute.jit
-    def scores(self, smem, tmem, slot, part):
+    def scores(self, smem, tmem, slot, tail, part):
         """S (+)= Q K^T over one slot: the left half's part in lanes 0 to 63, the right half's in 64 to 127."""
         plan = self.plan
         rows, spans = ROWS_PER_CTA * plan.ctas, PIECES // plan.slots_per_block
@@ -409,7 +428,7 @@ class Forward:
             if const_expr(plan.tail and part == plan.slots_per_block - 1):
                 shape = ptx.shape(self.dtype, rows, BLOCK_K, False)
                 for k in cutlass.range_constexpr(STEPS):
-                    at = smem["tails"] + slot * (plan.tail_keys * SPAN * ITEM) + k * STEP * ITEM
+                    at = smem["tails"] + tail * (plan.tail_keys * SPAN * ITEM) + k * STEP * ITEM
                     a = tmem + plan.tmem["q_tail"].start + k * STEP_COLUMNS
                     ptx.mma(tmem + plan.tmem["s_tail"].start, a, ptx.operand(at, **K_MAJOR), shape, k > 0, **how)
 
@@ -496,11 +515,12 @@ class Forward:
                 cute.arch.fence_view_async_shared()
                 grown_rows = cute.arch.vote_any_sync(grown)
                 if (i > 0) & grown_rows:
-                    # The product before this block's must be done with O.
-                    ptx.wait(bar["pv_done"] + 8 * (p ^ 1), p_phase ^ p)
+                    # The product before this block's must be done with O; of a single buffer it is.
+                    if const_expr(plan.p_buffers == 2):
+                        ptx.wait(bar["pv_done"] + 8 * (p ^ 1), p_phase ^ p)
                     self.rescale(tmem, group, factor)
                 self.arrive_pair(bar["p_ready"] + 8 * p)
-                p, p_phase = _next(p, p_phase, P_BUFFERS)
+                p, p_phase = _next(p, p_phase, plan.p_buffers)
 
             ptx.wait(bar["stats_free"], stats_phase)
             stats_phase ^= 1
@@ -543,8 +563,9 @@ class Forward:
         at = smem["row_max"] + parity * (4 * ROWS_PER_CTA * 4) + row * 4
         ptx.store_words(at + which * (ROWS_PER_CTA * 4), [largest])
         cute.arch.barrier(barrier_id=ROW_BARRIER + quadrant % 2, number_of_threads=4 * WARP)
-        for other in cutlass.range_constexpr(4):
-            largest = cute.arch.fmax(largest, ptx.load_words(at + other * (ROWS_PER_CTA * 4), 1, Float32)[0])
+        for step in cutlass.range_constexpr(1, 4):
+            other = at + (which ^ step) * (ROWS_PER_CTA * 4)
+            largest = cute.arch.fmax(largest, ptx.load_words(other, 1, Float32)[0])
         return largest
 
     @cute.jit

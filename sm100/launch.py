@@ -18,7 +18,7 @@ from ..errors import MissingDependencyError, UnsupportedError
 from ..problem import Problem
 from . import unions
 from .heads import ROWS_PER_CTA, Rows, rows_for
-from .plan import BLOCK_K, LOG2_E, SMEM_LIMIT, THREADS, Plan
+from .plan import BLOCK_K, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -88,7 +88,7 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
     """Refuse what these kernels cannot run, before anything is compiled."""
     _check_dsl()
     plan = plan_of(problem, config)
-    built = {"fwd_threads": THREADS, "fwd_stages": plan.slots, "fwd_block_k": BLOCK_K}
+    built = {"fwd_threads": THREADS, "fwd_stages": SLOTS, "fwd_block_k": BLOCK_K}
     for name, value in built.items():
         wished = getattr(config, name)
         if wished not in (None, value):

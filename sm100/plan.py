@@ -29,7 +29,8 @@ SPAN = 64  # columns of a 128-byte swizzle span
 PIECE = BLOCK_K * SPAN * ITEM  # 64 rows of one span: 8 KB
 PIECES = 4  # of a KV slot
 SLOT = PIECES * PIECE
-P_BUFFERS = 2
+SLOTS = 5  # of the KV ring: what shared memory holds
+TAIL_STAGES = 2  # blocks whose tail is there: free again once their scores are done
 ROW_STAGES = 4  # blocks of resolved rows and masks
 OUT_PIECES = 2  # one 64-column piece of each half of the lanes leaves together
 THREADS_LIMIT, REGISTER_FILE = 1024, 65_536
@@ -136,14 +137,14 @@ class Plan:
         return self.D - D_V
 
     @property
-    def slots(self) -> int:
-        """Slots of the KV ring: what shared memory holds."""
-        return 4 if self.tail else 5
-
-    @property
     def q_slots(self) -> int:
         """Slots of the KV ring through which q passes on its way to tensor memory; the last has the tail, twice."""
         return 3 if self.tail else 2
+
+    @property
+    def p_buffers(self) -> int:
+        """Of a pair, P of a block may be ready before the product before it is done."""
+        return 2 if self.pair else 1
 
     @property
     def tail_keys(self) -> int:
@@ -158,14 +159,15 @@ class Plan:
     @cached_property
     def barriers(self) -> tuple[Barrier, ...]:
         return (
-            Barrier("slot_full", ("gather",), self.slots),
-            Barrier("slot_free", ("mma",), self.slots),
+            Barrier("slot_full", ("gather",), SLOTS),
+            Barrier("slot_free", ("mma",), SLOTS),
+            Barrier("tail_free", ("mma",), TAIL_STAGES),
             Barrier("rows_ready", ("index",), ROW_STAGES),
             Barrier("rows_free", ("gather", "softmax"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             Barrier("s_free", ("softmax",), pair=True),
-            Barrier("p_ready", ("softmax",), P_BUFFERS, pair=True),
-            Barrier("pv_done", ("mma",), P_BUFFERS),
+            Barrier("p_ready", ("softmax",), self.p_buffers, pair=True),
+            Barrier("pv_done", ("mma",), self.p_buffers),
             Barrier("q_done", ("mma",)),
             Barrier("o_ready", ("mma",)),
             Barrier("o_free", ("epilogue",), pair=True),
@@ -178,9 +180,9 @@ class Plan:
         """Shared memory, in bytes; operands of the tensor core start on 1024."""
         tokens = self.rows.tokens
         sizes = {
-            "slots": self.slots * SLOT,
-            "tails": self.slots * self.tail_keys * SPAN * ITEM,
-            "p": P_BUFFERS * ROWS_PER_CTA * BLOCK_K * ITEM,
+            "slots": SLOTS * SLOT,
+            "tails": TAIL_STAGES * self.tail_keys * SPAN * ITEM,
+            "p": self.p_buffers * ROWS_PER_CTA * BLOCK_K * ITEM,
             "out": OUT_PIECES * PIECE,
             "exchange": ROLE["softmax"].warps * WARP * 16 * 4,
             "row_max": 2 * 4 * ROWS_PER_CTA * 4,
