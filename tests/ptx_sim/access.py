@@ -73,6 +73,15 @@ def _raw(rows: np.ndarray, size: int) -> np.ndarray:
     return rows.view(np.uint32).reshape(32, 4) if size == 16 else rows.view(f"u{size}").reshape(32)
 
 
+def describe(split: Split, space: str, address: int) -> str:
+    """Where an address of a state space lies, for messages."""
+    if space == "global":
+        return split.machine.memory.describe(address)
+    if space == "local":
+        return f"byte {address} of local memory"
+    return split.cta.cluster.shared.describe(address)
+
+
 def resolve(address: np.ndarray, mask: np.ndarray) -> tuple[str, np.ndarray]:
     """The state space of a generic address (PTX ISA 5.1.4, generic addressing) and the address within it."""
     first = int(address[int(mask.argmax())])
@@ -186,7 +195,8 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
     if space == "generic":
         space, safe = resolve(safe, mask)
     if int(np.bitwise_or.reduce(safe)) & (size - 1):
-        raise SimError(f"atomic of {size} bytes misaligned at 0x{int(safe.max()):x}")
+        bad = next(a for a in safe.tolist() if a & (size - 1))
+        raise SimError(f"{space.split(':')[0]} atomic of {size} bytes misaligned: {describe(split, space, bad)}")
     observer = split.machine.observer
     if observer is not None:
         observer.access(split, mask, index, space, safe, size, "atomic")

@@ -32,6 +32,21 @@ LANES = np.arange(32, dtype=np.uint32)
 BLOCKED, GONE, YIELD = -1, -2, -3
 
 
+def lanes_text(mask: np.ndarray) -> str:
+    """Lanes in words, for messages: "all lanes", "lane 3", "lanes 0-15, 31"."""
+    lanes = np.flatnonzero(mask).tolist()
+    if len(lanes) == 32:
+        return "all lanes"
+    runs: list[list[int]] = []
+    for lane in lanes:
+        if runs and lane == runs[-1][1] + 1:
+            runs[-1][1] = lane
+        else:
+            runs.append([lane, lane])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    return f"lane{'' if len(lanes) == 1 else 's'} {text}"
+
+
 class Deadlock(SimError):
     """No split can run. The message lists every waiting split and what it waits for."""
 
@@ -321,6 +336,9 @@ class Cta:
         if self.live_warps == 0 and self.tmem_owner.any():
             self.machine.finding("tensor memory not deallocated at exit", None)
         if self.live_warps == 0:
+            for barrier in self.barriers.values():
+                if barrier.arrived:
+                    self.machine.finding(f"CTA {self.ctaid} ends with an incomplete {barrier.describe()}", None)
             self.cluster.cta_done()
 
 
@@ -600,9 +618,8 @@ class Machine:
                 index = self.program.line_map.get(frame.lineno)
         if index is None:
             index = self.program.blocks[pc].first
-        lanes = "all lanes" if split.full else f"lanes {np.flatnonzero(split.mask).tolist()}"
         kind = "" if isinstance(error, PtxError) else f"{type(error).__name__}: "
-        return SimError(f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes}")
+        return SimError(f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes_text(split.mask)}")
 
     def deadlock_report(self) -> str:
         lines = ["deadlock: nothing can run" if not self.ready else "waiting:"]
@@ -611,7 +628,7 @@ class Machine:
                 for warp in cta.warps:
                     for split in warp.splits:
                         waits = split.wait.describe() if split.wait is not None else "its turn"
-                        lanes = "" if split.full else f" lanes {np.flatnonzero(split.mask).tolist()}"
+                        lanes = "" if split.full else f" {lanes_text(split.mask)}"
                         lines.append(
                             f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
                             f"    at {self.program.where_block(split.pc)}"

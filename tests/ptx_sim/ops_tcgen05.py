@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import AsyncOp, Cta, Split
+from .machine import AsyncOp, Cta, Split, lanes_text
 from .matrix_operands import Descriptor, decode_umma, has_poison, read_tile, to_float
 from .memory import OFFSET_MASK, POISON, RANK_SHIFT, SimError
 from .ops_mbarrier import find
@@ -225,7 +225,7 @@ def _whole_warp(emit: Emit) -> None:
 
 def _require_warp(split: Split, mask: np.ndarray, index: int) -> None:
     if mask.tobytes() != split.warp.live.tobytes():
-        raise SimError(f".sync.aligned instruction executed by lanes {np.flatnonzero(mask).tolist()} only")
+        raise SimError(f".sync.aligned instruction executed by {lanes_text(mask)} only")
 
 
 def _items(operand: object) -> tuple:
