@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from .ptx_sim.memory import SimError
+from .ptx_sim.tensormap import encode
 from .ptx_sim.testing import LANE, aligned, lane_address, run
 
 
@@ -67,8 +68,90 @@ def test_named_barrier_numbers_and_counts() -> None:
 
 def test_arrivals_that_nobody_completes_are_reported() -> None:
     report = run("bar.arrive 3, 64;", {})
-    assert ["ends with an incomplete named barrier 3: 32 of 64 threads" in f for f in report.findings] == [True]
+    assert len(report.findings) == 1
+    assert "incomplete at the exit of CTA (0, 0, 0): named barrier 3: 32 of 64 threads" in report.findings[0]
     assert not run("bar.arrive 3, 32;", {}).findings
+
+
+# Uninitialised memory -------------------------------------------------------------------------------------------------
+
+SMEM = "mov.b32 %r1, smem; mov.b16 %h1, 0x7FF7; mov.b32 %r9, 0x7FF77FF7; mov.b64 %d9, 0x7FF77FF77FF77FF7;\n"
+LOCAL = ".local .align 16 .b8 depot[64]; mov.b64 %d20, depot; cvta.local.u64 %d21, %d20;\n"
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        ("st.shared.b8 [%r1], %h1;", "ld.shared.u8 %r2, [%r1];"),
+        ("st.shared.b16 [%r1], %h1;", "ld.shared.b16 %h2, [%r1];"),
+        ("st.shared.b32 [%r1], %r9;", "ld.shared.b32 %r2, [%r1];"),
+        ("st.shared.v2.b64 [%r1], {%d9, %d9};", "ld.shared.v4.b32 {%r2, %r3, %r4, %r5}, [%r1];"),
+        ("st.shared.b32 [%r1], %r9;", "atom.shared.add.u32 %r2, [%r1], 1;"),
+        ("st.shared.b32 [%r1], %r9;", "red.shared.add.u32 [%r1], 1;"),
+        ("st.shared.b64 [%r1], %d9;", "ld.shared.v4.b16 {%h1, %h2, %h3, %h4}, [%r1];"),
+        (
+            "st.shared.v2.b64 [%r1], {%d9, %d9};",
+            "cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 16; cp.async.bulk.wait_group 0;",
+        ),
+        ("st.local.b32 [%d20], %r9;", "ld.local.b32 %r2, [%d20];"),
+        ("st.local.b8 [%d20], %h1;", "ld.u8 %r2, [%d21];"),
+    ],
+)
+def test_reads_of_what_nobody_wrote_are_reported(write: str, read: str) -> None:
+    """Each kind of read is a finding without the write, and none with it, even when it writes the poison's bits."""
+    code = (LOCAL if "%d2" in read else "") + SMEM
+    (finding,) = run(code + read, words()).findings
+    assert "uninitialised" in finding
+    assert "byte 0 of" in finding
+    assert not run(code + write + read, words()).findings
+
+
+def test_a_word_of_which_one_byte_is_missing_is_reported() -> None:
+    code = SMEM + "st.shared.b8 [%r1], %h1; st.shared.b8 [%r1+1], %h1; st.shared.b8 [%r1+2], %h1;"
+    (finding,) = run(code + "ld.shared.b32 %r2, [%r1];", {}).findings
+    assert "load of uninitialised shared memory: 4 bytes" in finding
+    assert not run(code + "st.shared.b8 [%r1+3], %h1; ld.shared.b32 %r2, [%r1];", {}).findings
+
+
+def test_memory_is_unwritten_again_for_the_next_cta() -> None:
+    code = SMEM + "mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r3, 0; @%p1 bra READ; st.shared.b32 [%r1], %r9; READ: "
+    (finding,) = run(code + "ld.shared.b32 %r2, [%r1];", {}, grid=2).findings
+    assert "CTA (1, 0, 0)" in finding
+
+
+# Live mbarriers -------------------------------------------------------------------------------------------------------
+
+BARRIER = (
+    "mov.b32 %r1, smem; mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1+32], 1;\n"
+)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "st.shared.b32 [%r1+36], %r1;",
+        "st.shared.v4.b32 [%r1+32], {%r1, %r1, %r1, %r1};",
+        "st.shared.b8 [%r1+39], %h1;",
+        "cvt.u64.u32 %d6, %r1; cvta.shared.u64 %d5, %d6; st.b32 [%d5+32], %r1;",
+        "cp.async.cg.shared.global [%r1+32], [%d0], 16; cp.async.wait_all;",
+        "st.shared.b32 [%r1+36], %r1; atom.shared.add.u32 %r5, [%r1+36], %r1;",
+        "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+32], 64; @%p1 cp.async.bulk.shared::cluster.global"
+        ".mbarrier::complete_tx::bytes [%r1], [%d0], 64, [%r1+32];",
+    ],
+)
+def test_writes_over_a_live_mbarrier_are_reported(code: str) -> None:
+    findings = run(BARRIER + code, words()).findings
+    assert any("write over a live mbarrier: by CTA (0, 0, 0)" in f and "byte 32 of smem" in f for f in findings)
+    away = run(BARRIER + "@%p1 mbarrier.inval.shared.b64 [%r1+32];" + code, words()) if "arrive" not in code else None
+    assert away is None or not any("live mbarrier" in f for f in away.findings)
+    assert not run(BARRIER + "st.shared.b32 [%r1+28], %r1; st.shared.b32 [%r1+40], %r1;", {}).findings
+
+
+def test_init_over_a_live_mbarrier_is_reported() -> None:
+    again = "@%p1 mbarrier.init.shared.b64 [%r1+32], 2;"
+    (finding,) = run(BARRIER + again, {}).findings
+    assert "mbarrier.init over a live mbarrier without mbarrier.inval" in finding
+    assert not run(BARRIER + "@%p1 mbarrier.inval.shared.b64 [%r1+32];" + again, {}).findings
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
@@ -79,3 +162,56 @@ def test_misaligned_atomics_name_the_buffer_and_lanes() -> None:
         run(LANE + "setp.lt.u32 %p1, %r0, 4; @%p1 bra OUT; red.global.add.u32 [%d0+6], %r0; OUT:", words())
     with pytest.raises(SimError, match=r"shared atomic of 8 bytes misaligned: .*byte 4 of smem"):
         run("mov.b32 %r1, smem; atom.shared.add.u64 %d5, [%r1+4], %d6;", {})
+
+
+def test_misaligned_copies_name_the_buffers() -> None:
+    setup = BARRIER + "@!%p1 bra OUT; "
+    for code, text in (
+        ("cp.async.bulk.global.shared::cta.bulk_group [%d0+8], [%r1], 16;", r"byte 8 of rows"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1+4], 16;", r"byte 4 of smem"),
+        (
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+8], [%d0], 16, [%r1+32];",
+            r"byte 8 of smem",
+        ),
+        ("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d0, {%r5, %r6}], [%r1+16];", r"byte 16 of smem"),
+    ):
+        with pytest.raises(SimError, match=rf"misaligned, to \d+ bytes: .*{text}(.|\n)*in CTA .* warp 0, lane 0"):
+            run(setup + code + " OUT:", {"rows": tensor_map()})
+
+
+def tensor_map() -> np.ndarray:
+    """A valid tensor map of itself: 32 rows of 4 bytes."""
+    out = aligned(64, np.uint32)
+    out.view(np.uint8)[:128] = np.frombuffer(encode(out.ctypes.data, "u32", (4, 8), (16,), (4, 8), 0), np.uint8)
+    return out
+
+
+# Generic addresses ----------------------------------------------------------------------------------------------------
+
+
+def test_lanes_may_mix_state_spaces() -> None:
+    """Lanes 0-9 point into global memory, 10-19 into shared memory, the others into local memory."""
+    table, out = np.arange(100, 132, dtype=np.uint32), np.zeros(32, np.uint32)
+    code = (
+        ".local .align 16 .b8 depot[64]; mov.b64 %d20, depot; cvta.local.u64 %d21, %d20;\n"
+        + LANE
+        + lane_address(0, 10)
+        + lane_address(1, 11)
+        + """mov.b32 %r1, smem; shl.b32 %r2, %r0, 2; add.u32 %r1, %r1, %r2; cvt.u64.u32 %d12, %r1;
+cvta.shared.u64 %d12, %d12; add.s64 %d12, %d12, 0; add.s64 %d21, %d21, 16;
+setp.lt.u32 %p1, %r0, 10; setp.lt.u32 %p2, %r0, 20; selp.b64 %d13, %d12, %d21, %p2; selp.b64 %d13, %d10, %d13, %p1;
+add.u32 %r3, %r0, 1000; st.b32 [%d13], %r3; @%p2 atom.add.u32 %r5, [%d13], 5; ld.b32 %r4, [%d13];
+st.global.b32 [%d11], %r4;
+"""
+    )
+    report = run(code, {"table": table, "out": out})
+    assert out.tolist() == [1005 + i for i in range(20)] + [1000 + i for i in range(20, 32)]
+    assert table.tolist() == [1005 + i for i in range(10)] + [100 + i for i in range(10, 32)]
+    assert not report.findings
+
+
+def test_barriers_and_copies_need_shared_addresses() -> None:
+    with pytest.raises(SimError, match=r"mbarrier: the generic address of all lanes is not in shared memory"):
+        run("mbarrier.arrive.b64 %d5, [%d0];", words())
+    with pytest.raises(SimError, match="atomic on local memory"):
+        run(LOCAL + "st.local.b32 [%d20], %r1; atom.add.u32 %r5, [%d21], 1;", {})

@@ -201,6 +201,7 @@ class Warp:
         "index",
         "live",
         "local",
+        "local_marks",
         "masked",
         "namespace",
         "rendezvous",
@@ -216,7 +217,7 @@ class Warp:
         self.engine: dict = {}
         self.groups: dict = {}
         self.rendezvous: dict = {}
-        self.local = None
+        self.local = self.local_marks = None
         self.cluster_arrivals = 0
         self.cluster_waits = 0
         self.cluster_lanes = np.zeros(32, bool)
@@ -338,7 +339,9 @@ class Cta:
         if self.live_warps == 0:
             for barrier in self.barriers.values():
                 if barrier.arrived:
-                    self.machine.finding(f"CTA {self.ctaid} ends with an incomplete {barrier.describe()}", None)
+                    self.machine.finding(
+                        f"incomplete at the exit of CTA {self.ctaid}: {barrier.describe()}", None, barrier.index
+                    )
             self.cluster.cta_done()
 
 
@@ -349,7 +352,7 @@ class Cluster:
         self.machine = machine
         self.index = index
         self.shared = machine.shared_memory(len(ctaids))
-        self.mbarriers: dict = {}
+        self.mbarriers = self.shared.barriers
         self.barrier = ClusterBarrier(self)
         self.ctas = [Cta(self, rank, ctaid) for rank, ctaid in enumerate(ctaids)]
         self.live = len(self.ctas)
@@ -429,9 +432,9 @@ class Machine:
         shared.variables = self.program.shared_variables
         return shared
 
-    def finding(self, text: str, index: int | None) -> None:
-        """Record something suspicious once per instruction."""
-        key = (text.split(":")[0], index)
+    def finding(self, text: str, index: int | None, key: object = None) -> None:
+        """Record something suspicious once per instruction and kind (the text up to its colon, or `key`)."""
+        key = (key or text.split(":")[0], index)
         if key not in self._seen:
             self._seen.add(key)
             self.report.findings.append(text if index is None else f"{text}\n  at {self.program.where(index)}")
@@ -619,7 +622,9 @@ class Machine:
         if index is None:
             index = self.program.blocks[pc].first
         kind = "" if isinstance(error, PtxError) else f"{type(error).__name__}: "
-        return SimError(f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes_text(split.mask)}")
+        return SimError(
+            f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes_text(split.mask)}"
+        )
 
     def deadlock_report(self) -> str:
         lines = ["deadlock: nothing can run" if not self.ready else "waiting:"]

@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from .memory import SharedMemory, SimError
+from .memory import POISON_HALF, SharedMemory, SimError
 from .tensormap import swizzle_offsets
 
-_POISON16 = np.uint16(0x7FF7)
+_POISON16 = np.uint16(POISON_HALF)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ def chunk_offsets(rows: int, chunks: int, span: int, leading: int, stride: int, 
     return (row % 8) * 16 + (row // 8) * leading + chunk * stride
 
 
-def read_tile(shared: SharedMemory, base: int, desc: Descriptor, rows: int, k: int, k_major: bool) -> np.ndarray:
-    """A [rows, k] tile of 16-bit elements of the CTA whose slot starts at `base`."""
+def read_tile(
+    shared: SharedMemory, base: int, desc: Descriptor, rows: int, k: int, k_major: bool, marks: bool = False
+) -> np.ndarray:
+    """A [rows, k] tile of 16-bit elements of the CTA whose slot starts at `base`, or of their marks."""
     if k_major:
         offsets = chunk_offsets(rows, k // 8, desc.span, desc.leading, desc.stride, True)
     else:
@@ -80,7 +82,8 @@ def read_tile(shared: SharedMemory, base: int, desc: Descriptor, rows: int, k: i
     address = swizzle_offsets(desc.start + offsets, desc.span)
     if int(address.max()) + 16 > shared.size:
         raise SimError(f"matrix operand out of shared memory: {shared.describe(base + int(address.max()))}, {desc}")
-    cells = shared.views[16][(base + address) >> 4].view(np.uint16).reshape(address.shape[0], -1)
+    view = (shared.marks if marks else shared.views)[16]
+    cells = view[(base + address) >> 4].view(np.uint16).reshape(address.shape[0], -1)
     return cells if k_major else cells[:, :rows].T
 
 
@@ -99,5 +102,8 @@ def to_float(bits: np.ndarray, bf16: bool) -> np.ndarray:
     return bits.view(np.float16).astype(np.float32)
 
 
-def has_poison(bits: np.ndarray) -> bool:
-    return bool((bits == _POISON16).any())
+def unwritten(shared: SharedMemory, bits: np.ndarray, *tile: object) -> bool:
+    """Whether a tile read with `read_tile(shared, *tile)` has halves that nobody wrote."""
+    if not shared.odd and not (bits == _POISON16).any():
+        return False
+    return bool((read_tile(shared, *tile, marks=True) != 0xFFFF).any())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import atomic, load, reduce_half, reduce_vector, store
+from .access import atomic, load, reduce_half, reduce_vector, store, wrote
 from .machine import AsyncOp, Split
 from .memory import SimError
 from .parser import SIZES, Addr, Instr, PtxError, Reg, Sym, Vec
@@ -201,6 +201,7 @@ def _copy_async(
             row = np.zeros(size, np.uint8)
             row[: count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
             split.cta.cluster.shared.bytes_at(int(target[lane]), size)[:] = row
+            wrote(split, index, int(target[lane]), size)
 
     split.machine.submit(AsyncOp("cp.async", run, split, index))
 

@@ -286,7 +286,7 @@ class _KernelParser:
             elif char == "}":
                 self.scope = self.scope.parent
                 pos += 1
-            elif text.startswith((".loc", ".file"), pos):
+            elif text.startswith((".loc\t", ".loc ", ".file"), pos):
                 stop = text.find("\n", pos)
                 fields = text[pos:stop].split()
                 if fields[0] == ".loc":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .machine import ALL_BYTES, FULL, LANES, NONE_BYTES, Warp
-from .memory import LOCAL_WINDOW, SHARED_RESERVED, GlobalMemory
+from .memory import LOCAL_WINDOW, POISON, SHARED_RESERVED, GlobalMemory
 from .parser import SIZES, Addr, Imm, Instr, Kernel, Module, Not, Pair, PtxError, Reg, Sink, Special, Sym, Vec
 
 Emitter = Callable[["Emit", Instr], None]
@@ -584,8 +584,7 @@ class Program:
             # A finished warp's registers serve again: PTX gives no initial values.
             warp.namespace, warp.full, warp.masked = self._pool.pop()
             self._bind_specials(warp.namespace, warp)
-            if self.local_size:
-                warp.local = np.zeros((32, -(-self.local_size // 16) * 16), np.uint8)
+            self._give_local(warp)
             return
         space: dict = dict(NAMESPACE)
         space.update(self.shared_names)
@@ -615,11 +614,17 @@ class Program:
         space["RF"], space["RFF"] = files["r"], floats["r"]
         self._bind_specials(space, warp)
         warp.namespace = space
-        if self.local_size:
-            warp.local = np.zeros((32, -(-self.local_size // 16) * 16), np.uint8)
+        self._give_local(warp)
         make = types.FunctionType
         warp.full = [make(code, space) for code in self.full_code]
         warp.masked = [make(code, space) for code in self.masked_code]
+
+    def _give_local(self, warp: Warp) -> None:
+        """Poisoned local memory, and a mark per byte that was written."""
+        if self.local_size:
+            words = -(-self.local_size // 16) * 4
+            warp.local = np.full((32, words), POISON, np.uint32).view(np.uint8)
+            warp.local_marks = np.zeros(warp.local.shape, np.uint8)
 
     def release(self, warp: Warp) -> None:
         """Take back the registers of a warp that has ended."""
