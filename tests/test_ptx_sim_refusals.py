@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from .ptx_sim import assembly
+from .ptx_sim.launch import Launch
 from .ptx_sim.memory import SimError
+from .ptx_sim.parser import PtxError
 from .ptx_sim.tensormap import encode
-from .ptx_sim.testing import LANE, aligned, lane_address, run
+from .ptx_sim.testing import LANE, aligned, lane_address, launch, ptx, run
 
 
 def words() -> dict[str, np.ndarray]:
@@ -215,3 +222,132 @@ def test_barriers_and_copies_need_shared_addresses() -> None:
         run("mbarrier.arrive.b64 %d5, [%d0];", words())
     with pytest.raises(SimError, match="atomic on local memory"):
         run(LOCAL + "st.local.b32 [%d20], %r1; atom.add.u32 %r5, [%d21], 1;", {})
+
+
+# Launch limits --------------------------------------------------------------------------------------------------------
+
+STATIC = ".shared .align 16 .b8 fixed[1024]; mov.b32 %r1, fixed;"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared_bytes": 232448 + 16}, r"0 static \+ 232464 dynamic = 232464 bytes .* sm_100 has at most 232448"),
+        ({"block": (1056, 1, 1)}, r"block \(1056, 1, 1\) has 1056 threads; at most 1024"),
+        ({"block": (1, 1, 65)}, r"at most 1024, and \(1024, 1024, 64\) per dimension"),
+        ({"block": (0, 1, 1)}, r"has 0 threads"),
+        ({"grid": (1, 65536, 1)}, r"grid \(1, 65536, 1\)"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, r"grid \(3, 1, 1\) is no multiple of the cluster \(2, 1, 1\)"),
+        ({"grid": (16, 1, 1), "cluster": (16, 1, 1)}, r"has 16 CTAs; at most 8, or 16 with the function attribute"),
+        (
+            {"grid": (32, 1, 1), "cluster": (32, 1, 1), "nonportable_cluster": True},
+            r"has 32 CTAs; at most 8, or 16",
+        ),
+        ({"params": b""}, r"0 bytes of parameters; the kernel takes 8"),
+    ],
+)
+def test_launches_that_a_gpu_refuses(changes: dict, words: str) -> None:
+    good = launch("", {"rows": aligned(64, np.uint32)})
+    good.run()
+    with pytest.raises(SimError, match=rf"launch of kernel refused: .*{words}"):
+        replace(good, **changes).run()
+
+
+def test_limits_are_those_of_the_kernel_and_the_architecture() -> None:
+    with pytest.raises(SimError, match=r"1024 static \+ 231440 dynamic = 232464 bytes"):
+        run(STATIC, {}, shared=231440)
+    run(STATIC, {}, shared=231424)
+    run("", {}, shared=99 * 1024, target="sm_120a")
+    with pytest.raises(SimError, match="a block of sm_120 has at most 101376"):
+        run("", {}, shared=99 * 1024 + 16, target="sm_120a")
+    with pytest.raises(SimError, match="at most 49152"):
+        run(".shared .align 16 .b8 fixed[50000]; mov.b32 %r1, fixed;", {})
+    with pytest.raises(SimError, match="sm_80, which has no clusters"):
+        run("", {}, grid=2, cluster=2, target="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("directive", "block", "cluster", "words"),
+    [
+        (".maxntid 32, 2, 1", 96, 1, r"96 threads; the kernel's .maxntid allows 64"),
+        (".reqntid 64", 32, 1, r"block \(32, 1, 1\); the kernel's .reqntid wants \(64, 1, 1\)"),
+        (".explicitcluster .reqnctapercluster 2", 64, 1, r"the kernel's .reqnctapercluster wants \(2, 1, 1\)"),
+        (".maxclusterrank 2", 64, 4, r"exceeds the kernel's .maxclusterrank 2"),
+    ],
+)
+def test_performance_directives_bound_the_launch(directive: str, block: int, cluster: int, words: str) -> None:
+    bad = launch("", {}, block=block, grid=4, cluster=cluster)
+    bad.ptx = bad.ptx.replace("kernel()\n", f"kernel() {directive}\n")
+    with pytest.raises(SimError, match=words):
+        bad.run()
+
+
+def test_sixteen_ctas_run_with_the_attribute_that_a_saved_launch_keeps(tmp_path: Path) -> None:
+    out = np.zeros(16, np.uint32)
+    code = LANE + "mov.u32 %r1, %cluster_ctarank; mul.wide.u32 %d5, %r1, 4; add.s64 %d5, %d5, %d0;"
+    large = launch(code + "st.global.b32 [%d5], %r1;", {"out": out}, grid=16, cluster=16)
+    large.nonportable_cluster = True
+    large.run()
+    assert out.tolist() == list(range(16))
+    large.save(tmp_path)
+    assert Launch.load(tmp_path).nonportable_cluster
+
+
+# PTX that does not assemble -------------------------------------------------------------------------------------------
+
+BAD_PTX = [
+    ("bra NOWHERE;", "sm_100a", "undefined label NOWHERE"),
+    ("@%p1 bra %r1;", "sm_100a", "undefined label"),
+    ("mov.b32 %r1, %r9999;", "sm_100a", "undeclared register %r9999"),
+    ("mov.b32 %x1, %r1;", "sm_100a", "undeclared register %x1"),
+    ("st.global.b32 [%d200], %r1;", "sm_100a", "undeclared register %d200"),
+    ("@%r1 mov.b32 %r1, %r2;", "sm_100a", "guard %r1 is no predicate"),
+    ("add.u32 %r1, %r2;", "sm_100a", "add.u32 takes 3 operands, 2 given"),
+    ("mov.b32 %r1, %r2, %r3;", "sm_100a", "mov.b32 takes 2 operands, 3 given"),
+    ("fma.rn.f32 %r1, %r2, %r3;", "sm_100a", "fma.rn.f32 takes 4 operands, 3 given"),
+    ("setp.lt.s32 %p1, %r1;", "sm_100a", "takes 3 or 4 operands, 2 given"),
+    ("selp.b32 %r1, %r2, %r3;", "sm_100a", "takes 4 operands"),
+    ("shfl.sync.idx.b32 %r1, %r2, 0, 31;", "sm_100a", "takes 5 operands"),
+    ("ld.global.b32 %r1;", "sm_100a", "takes 2 or 3 operands, 1 given"),
+    ("add.u32 %r1, %r2, %d3;", "sm_100a", "operand %d3 is .b64, 4 bytes of .u32 wanted"),
+    ("add.s64 %d1, %r2, %d3;", "sm_100a", "operand %r2 is .b32, 8 bytes of .s64 wanted"),
+    ("mul.wide.u32 %r1, %r2, %r3;", "sm_100a", "operand %r1 is .b32, 8 bytes of .u32 wanted"),
+    ("and.b32 %r1, %p1, %r3;", "sm_100a", "operand %p1 is .pred"),
+    ("setp.eq.u32 %p1, %r1, %h2;", "sm_100a", "operand %h2 is .b16"),
+    ("tcgen05.wait::ld.sync.aligned;", "sm_90a", "exists on sm_100 to sm_110 only; this module is for sm_90a"),
+    ("tcgen05.wait::ld.sync.aligned;", "sm_100", "needs sm_100a or later"),
+    ("wgmma.fence.sync.aligned;", "sm_100a", "exists on sm_90a only"),
+    ("wgmma.fence.sync.aligned;", "sm_90", "exists on sm_90a only"),
+    ("setmaxnreg.inc.sync.aligned.u32 128;", "sm_90", "needs sm_90a or later"),
+    ("add.rn.f32x2 %d1, %d2, %d3;", "sm_90a", "needs sm_100 or later"),
+    ("barrier.cluster.arrive;", "sm_80", "needs sm_90 or later"),
+    ("mapa.shared::cluster.u32 %r1, %r2, %r3;", "sm_80", "needs sm_90 or later"),
+    ("redux.sync.min.f32 %r1, %r2, -1;", "sm_90a", "needs sm_100a or later"),
+    ("cp.async.bulk.commit_group;", "sm_80", "needs sm_90 or later"),
+]
+
+
+@pytest.mark.parametrize(("code", "target", "words"), BAD_PTX)
+def test_ptx_that_does_not_assemble_is_refused(code: str, target: str, words: str, monkeypatch, tmp_path: Path) -> None:
+    """By our own checks with the line, before anything runs; ptxas, where present, agrees on every one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(PtxError) as caught:
+        run(code, {}, target=target)
+    assert words in str(caught.value)
+    assert "line 12" in str(caught.value)
+    if shutil.which("ptxas"):
+        assert assembly.ptxas_errors(ptx(code, 0, target)) is not None
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on PATH")
+def test_ptxas_verdicts_are_kept_and_can_be_asked_for(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bad = launch("cvt.u32.f32 %r1, %r2;", {})
+    bad.run()
+    with pytest.raises(PtxError, match=r"ptxas rejects the PTX:\n(.|\n)*Rounding modifier required"):
+        bad.run(ptxas=True)
+    (kept,) = (tmp_path / "ptx_sim").iterdir()
+    kept.write_text("")
+    assembly.ptxas_errors.cache_clear()
+    bad.run(ptxas=True)
+    launch("mov.b32 %r1, 0;", {}).run(ptxas=True)

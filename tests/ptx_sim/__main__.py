@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import coverage, mutate
+from . import assembly, coverage, mutate
 from .launch import Launch
 from .machine import Machine
 from .memory import SimError
@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
             f"shared {launch.shared_bytes} B"
         )
         try:
+            if not args.no_ptxas:
+                assembly.assemble(launch.ptx)
             memory = launch.memory()
             program = launch.program(memory)
             report = Machine(program, launch, memory, resident=args.resident).run()
@@ -119,6 +121,7 @@ def main() -> int:
     sub = commands.add_parser("run", help="execute saved launches")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
+    sub.add_argument("--no-ptxas", action="store_true", help="do not assemble the PTX first, where ptxas is on PATH")
     sub.add_argument("--save", type=Path, help="folder for the tensors after the run")
     sub.set_defaults(do=run)
     sub = commands.add_parser("opcodes", help="list the opcode forms of a PTX file")

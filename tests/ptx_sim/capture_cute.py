@@ -27,6 +27,7 @@ SHIM_SOURCE = Path(__file__).with_name("cute_runtime_shim.c")
 SHIM_NAME = "libcute_dsl_runtime.so"
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, *([ctypes.c_uint64] * 4))
 _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
+_NONPORTABLE = 14  # cudaFuncAttributeNonPortableClusterSizeAllowed
 _shim: ctypes.CDLL | None = None
 _keep: list = []
 
@@ -197,6 +198,11 @@ class Recorder:
         ctypes.c_uint64.from_address(kernel).value = handle
         return 0
 
+    def on_cudaKernelSetAttributeForDevice(self, kernel: int, attribute: int, value: int, *_: int) -> int:
+        if attribute & 0xFFFFFFFF == _NONPORTABLE and value & 0xFFFFFFFF:
+            _nonportable.add(kernel)
+        return 0
+
     def on_cuKernelGetAttribute(self, value: int, *_: int) -> int:
         ctypes.c_int32.from_address(value).value = 0
         return 0
@@ -242,6 +248,7 @@ class Recorder:
             config.shared_bytes,
             bytes(params),
             list(self.tensors),
+            function in _nonportable,
         )
         self.launches.append(launch)
         dump_if_asked(launch)
@@ -251,3 +258,5 @@ class Recorder:
 
 
 _HANDLES: dict[int, str] = {}
+# Handles whose function attribute allows clusters of more than 8 CTAs.
+_nonportable: set[int] = set()

@@ -417,8 +417,6 @@ class Machine:
         memory.add_array("kernel parameters", self.params)
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
-        if gx % cx or gy % cy or gz % cz:
-            raise SimError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
         self.pending = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
         self.cluster_count = 0
 

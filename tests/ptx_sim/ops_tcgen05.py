@@ -41,15 +41,14 @@ def one_lane(mask: np.ndarray, what: str) -> int:
 def _columns(cta: Cta, first: int, count: int, what: str) -> None:
     if first + count > COLUMNS:
         raise SimError(
-            f"{what}: columns {first} to {first + count - 1} of CTA {cta.ctaid} exceed tensor memory ({COLUMNS} columns)"
+            f"{what}: columns {first} to {first + count - 1} of CTA {cta.ctaid} exceed the {COLUMNS} of tensor memory"
         )
     owner = cta.tmem_owner
     if not owner[first : first + count].all():
+        last = first + count - 1
         edges = np.flatnonzero(np.diff(owner, prepend=0, append=0)).tolist()
         held = ", ".join(f"{a}-{b - 1}" for a, b in itertools.pairwise(edges) if owner[a]) or "none"
-        raise SimError(
-            f"{what}: columns {first} to {first + count - 1} of CTA {cta.ctaid} are not all allocated; allocated: {held}"
-        )
+        raise SimError(f"{what}: columns {first} to {last} of CTA {cta.ctaid} are not all allocated; those are: {held}")
 
 
 # Allocation -----------------------------------------------------------------------------------------------------------

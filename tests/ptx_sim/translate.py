@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import assembly
 from .machine import ALL_BYTES, FULL, LANES, NONE_BYTES, Warp
 from .memory import LOCAL_WINDOW, POISON, SHARED_RESERVED, GlobalMemory
 from .parser import SIZES, Addr, Imm, Instr, Kernel, Module, Not, Pair, PtxError, Reg, Sink, Special, Sym, Vec
@@ -333,6 +334,9 @@ class Program:
         self.local_size = 0
         self.static_shared = 0
         self._place_variables(memory)
+        for instr in self.code:
+            lookup(instr)
+        assembly.check(module, kernel)
         self.blocks: list[Block] = []
         self.block_of: dict[int, int] = {}
         self._find_blocks()
