@@ -234,12 +234,11 @@ END:
 
 
 def test_livelock_is_reported() -> None:
-    with pytest.raises(Deadlock, match=r"5 time slices without progress: CTA .* warp 0 spins at PTX line"):
-        run(
-            "SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
-            {"flag": np.zeros(1, np.uint32)},
-            limit=5,
-        )
+    flag = {"flag": np.zeros(1, np.uint32)}
+    with pytest.raises(Deadlock, match=r"livelock: CTA .* warp 0 spins at PTX line(.|\n)*can run"):
+        run("SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;", flag)
+    with pytest.raises(Deadlock, match=r"livelock: 5 time slices without progress: CTA .* warp 0 runs at PTX line"):
+        run("SPIN: mov.u32 %r1, %clock; setp.ne.u32 %p1, %r1, 1; @%p1 bra SPIN;", flag, limit=5)
 
 
 # Barriers and asynchronous copies -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from .ptx_sim import assembly
 from .ptx_sim.launch import Launch
+from .ptx_sim.machine import Deadlock
 from .ptx_sim.memory import SimError
 from .ptx_sim.parser import PtxError
 from .ptx_sim.tensormap import encode
@@ -222,6 +223,75 @@ def test_barriers_and_copies_need_shared_addresses() -> None:
         run("mbarrier.arrive.b64 %d5, [%d0];", words())
     with pytest.raises(SimError, match="atomic on local memory"):
         run(LOCAL + "st.local.b32 [%d20], %r1; atom.add.u32 %r5, [%d21], 1;", {})
+
+
+# Forward progress -----------------------------------------------------------------------------------------------------
+
+LOCK = """LOCK: atom.global.cas.b32 %r5, [%d0], 0, 1; setp.ne.u32 %p2, %r5, 0; @%p2 bra LOCK;
+ld.global.b32 %r6, [%d0+4]; add.u32 %r6, %r6, 1; st.global.b32 [%d0+4], %r6;
+membar.gl; atom.global.exch.b32 %r7, [%d0], 0;
+"""
+
+
+@pytest.mark.parametrize("after", ["", "bar.sync 0;", "bar.warp.sync -1;", "vote.sync.all.pred %p4, 1, -1;"])
+@pytest.mark.parametrize("block", [32, 48, 96])
+def test_every_lane_gets_its_turn_at_a_lock(after: str, block: int) -> None:
+    state = np.zeros(2, np.uint32)
+    run(LOCK + after, {"state": state}, block=block)
+    assert state.tolist() == [0, block]
+
+
+def test_a_lock_inside_a_branch_with_backoff() -> None:
+    state = np.zeros(2, np.uint32)
+    lock = LOCK.replace("@%p2 bra LOCK", "@%p2 nanosleep.u32 100; @%p2 bra LOCK")
+    run(LANE + "setp.lt.u32 %p1, %r0, 7; @%p1 bra OUT;" + lock + "OUT: bar.sync 0;", {"state": state}, block=64)
+    assert state.tolist() == [0, 57]
+
+
+def test_a_lock_that_is_never_released_is_reported_at_once() -> None:
+    code = LOCK.replace("atom.global.exch.b32 %r7, [%d0], 0;", "")
+    with pytest.raises(Deadlock, match=r"livelock: CTA .* warp 0 spins at PTX line \d+: atom.global.cas"):
+        run(code, {"state": np.zeros(2, np.uint32)})
+
+
+WAIT_FOR_OTHERS = """mov.u32 %r1, %ctaid.x; atom.global.add.u32 %r2, [%d0], 1;
+SPIN: ld.acquire.gpu.global.b32 %r3, [%d0]; setp.lt.u32 %p1, %r3, 64; @%p1 bra SPIN;
+"""
+
+
+def test_ctas_that_wait_for_each_other_need_the_resident_option() -> None:
+    with pytest.raises(Deadlock, match=r"spins at PTX line(.|\n)*1 clusters .* have not started(.|\n)*`resident`"):
+        run(WAIT_FOR_OTHERS, words(), grid=2)
+    run(WAIT_FOR_OTHERS, words(), grid=2, resident=2)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "@%p1 barrier.sync 1, 32; @!%p1 barrier.sync 1, 32;",
+        "@%p1 bra A; barrier.sync 1, 32; bra B; A: barrier.sync 1, 32; B: bar.sync 0;",
+        "@!%p1 bra A; barrier.sync 1, 32; A: @%p1 bra B; barrier.sync 1, 32; B: bar.sync 0;",
+    ],
+)
+def test_barriers_on_both_sides_of_a_branch(code: str) -> None:
+    """Half of the lanes arrive at each instruction; together they are the 32 threads of the barrier."""
+    assert not run(LANE + "setp.lt.u32 %p1, %r0, 16;" + code, {}).findings
+
+
+@pytest.mark.parametrize("code", ["@%p1 bar.sync 1, 64; @!%p1 bar.sync 1, 64;", "@%p1 bar.sync 0; @!%p1 bar.sync 0;"])
+def test_warps_may_take_different_sides(code: str) -> None:
+    run(LANE + "setp.lt.u32 %p1, %r0, 32;" + code, {}, block=64)
+    with pytest.raises(SimError, match=r"\.aligned barrier \d executed by lanes 0-15 of 32 lanes"):
+        run(LANE + "setp.lt.u32 %p1, %r0, 16;" + code, {}, block=64)
+
+
+def test_a_real_deadlock_is_told_as_it_was_before_lanes_went_on() -> None:
+    """Lane 0 waits for ever, the others for it: letting them go must not replace that report by their own errors."""
+    code = BARRIER + "@!%p1 bra OUT; W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+32], 0; @!%p2 bra W; OUT: "
+    with pytest.raises(Deadlock, match=r"deadlock: nothing can run\n  CTA .* lane 0 waits for mbarrier(.|\n)*"):
+        run(code + "bar.sync 0;", {})
+    with pytest.raises(Deadlock, match=r"lane 0 waits for mbarrier(.|\n)*went on, and then: (.|\n)*trap executed"):
+        run(code + "@!%p1 trap;", {})
 
 
 # Launch limits --------------------------------------------------------------------------------------------------------

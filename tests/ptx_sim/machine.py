@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import progress
 from .memory import POISON, RANK_SHIFT, SHARED_RESERVED, SHARED_WINDOW, GlobalMemory, SharedMemory, SimError
 from .parser import PtxError
 
@@ -74,14 +75,15 @@ class Waitable:
 
 
 class Join:
-    """The meeting point of the two splits of one divergent branch."""
+    """The meeting point of the splits of one divergent branch; once `open`, lanes pass it without waiting."""
 
-    __slots__ = ("arrived", "expected", "parent")
+    __slots__ = ("arrived", "expected", "open", "parent")
 
     def __init__(self, parent: Split, expected: np.ndarray) -> None:
         self.parent = parent
         self.expected = expected
         self.arrived = np.zeros(32, bool)
+        self.open = False
 
 
 class Split:
@@ -97,6 +99,9 @@ class Split:
         "note",
         "pc",
         "rpc",
+        "spin",
+        "spinning",
+        "spun",
         "state",
         "timeout",
         "wait",
@@ -115,6 +120,9 @@ class Split:
         self.wait: Waitable | None = None
         self.note = ""
         self.timeout = False
+        # Set by progress.Spins: states seen, whether it spins now, and whether it ever did (it then gets short slices).
+        self.spin: tuple | None = None
+        self.spinning = self.spun = False
         self.set_mask(mask)
 
     def set_mask(self, mask: np.ndarray) -> None:
@@ -134,20 +142,29 @@ class Split:
         warp = self.warp
         other = self.mask & ~taken
         warp.splits.remove(self)
-        join = Join(self, self.mask.copy())
+        if rpc == self.rpc and self.join is not None:
+            # A loop that some lanes leave: they wait where the others will come too.
+            join = self.join
+        else:
+            join = Join(self, self.mask.copy())
+            self.pc = rpc
         for mask, pc in ((taken.copy(), target), (other, fall)):
-            if pc == rpc:
+            if pc == rpc and not join.open:
                 join.arrived |= mask
                 continue
             child = Split(warp, mask, pc, rpc, join)
+            child.spun = self.spun
             warp.splits.append(child)
             self.machine.ready.append(child)
-        self.pc = rpc
         return GONE
 
     def arrive_join(self) -> Split | None:
         """This split reached its meeting point; returns the parent when all its lanes are there."""
         join = self.join
+        if join.open:
+            join.expected = join.expected & ~self.mask
+            self.rpc, self.join = join.parent.rpc, join.parent.join
+            return self
         join.arrived |= self.mask
         self.warp.splits.remove(self)
         return self._complete(join)
@@ -159,6 +176,8 @@ class Split:
         if not join.expected.any():
             return None
         parent.set_mask(join.expected)
+        if parent.bits == self.warp.live.tobytes():
+            self.warp.relaxed = None
         self.warp.splits.append(parent)
         return parent
 
@@ -204,6 +223,7 @@ class Warp:
         "local_marks",
         "masked",
         "namespace",
+        "relaxed",
         "rendezvous",
         "splits",
     )
@@ -217,6 +237,8 @@ class Warp:
         self.engine: dict = {}
         self.groups: dict = {}
         self.rendezvous: dict = {}
+        # While lanes go on that were let go from a meeting point: the deadlock report of that moment.
+        self.relaxed: str | None = None
         self.local = self.local_marks = None
         self.cluster_arrivals = 0
         self.cluster_waits = 0
@@ -411,7 +433,9 @@ class Machine:
         # The asynchronous operation that runs now, if any.
         self.current: AsyncOp | None = None
         self.clock = 0
+        self.spins = progress.Spins(self)
         self._slice_mark = -1
+        self.slices = 0
         self.ticks = 0
         self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
         memory.add_array("kernel parameters", self.params)
@@ -510,7 +534,6 @@ class Machine:
 
     def _run(self) -> None:
         ready = self.ready
-        quiet, mark = 0, -1
         while True:
             while self.pending and len(self.running) < self.resident:
                 self.launch_cluster(self.pending.popleft())
@@ -519,14 +542,28 @@ class Machine:
                     continue
                 if not self.running and not self.pending:
                     return
-                # Nothing can run: let timed waits (try_wait, nanosleep) time out, and give up when that changes
-                # nothing three times in a row.
-                quiet = quiet + 1 if mark == self.progress else 0
-                mark = self.progress
-                if quiet > 3 or not self._time_out():
-                    raise Deadlock(self.deadlock_report())
+                self._stuck("deadlock: nothing can run")
                 continue
+            before = self.slices
             self.run_split(ready.popleft())
+            if self.slices == before:
+                self.spins.epoch += 1
+
+    def _stuck(self, why: str) -> None:
+        """Nothing can change: let timed waits time out, then lanes go from their meeting points; else a deadlock."""
+        if (self.policy is not None and self.policy.advance(self)) or (
+            not self.spins.out_of_turns() and self._time_out()
+        ):
+            return
+        report = f"{why}\n{self.deadlock_report()}"
+        if not progress.let_lanes_go(self.running, report):
+            raise self.deadlock(report)
+
+    def deadlock(self, report: str, error: object = "") -> Deadlock:
+        """The report of the moment when lanes were first let go, if they were: what came later follows from that."""
+        warps = (warp for cluster in self.running for cta in cluster.ctas for warp in cta.warps)
+        first = next((warp.relaxed for warp in warps if warp.relaxed), report)
+        return Deadlock(f"{first}\nLanes that waited at a meeting point went on, and then: {error}" if error else first)
 
     def _time_out(self) -> bool:
         found = False
@@ -552,7 +589,7 @@ class Machine:
                 return
         functions = warp.full if split.full else warp.masked
         pc, rpc, mask = split.pc, split.rpc, split.mask
-        budget = 2000
+        budget = 8 if split.spun else 500
         try:
             while True:
                 following = functions[pc](split, mask)
@@ -598,18 +635,23 @@ class Machine:
             AttributeError,
             NameError,
         ) as error:
-            raise self.locate(error, split, pc) from error
+            found = self.locate(error, split, pc)
+            raise (self.deadlock("", found) if split.warp.relaxed else found) from error
 
     def _slice(self, split: Split) -> None:
-        """A split has used its slice. Too many in a row without any barrier or atomic moving is a livelock."""
+        """A split has used its slice. Spinning, or too many slices without any barrier or atomic, is a livelock."""
+        self.slices += 1
+        self.ready.append(split)
         self.clock = self.clock + 1 if self._slice_mark == self.progress else 0
         self._slice_mark = self.progress
+        where = self.program.where_block(split.pc)
         if self.clock > self.limit:
-            raise Deadlock(
-                f"{self.limit} time slices without progress: {split.warp.name} spins at "
-                f"{self.program.where_block(split.pc)}\n{self.deadlock_report()}"
+            raise self.deadlock(
+                f"livelock: {self.limit} time slices without progress: {split.warp.name} runs at {where}\n"
+                f"{self.deadlock_report()}"
             )
-        self.ready.append(split)
+        if self.clock and self.spins.slice(split):
+            self._stuck(f"livelock: {split.warp.name} spins at {where} and nothing can end that")
 
     def locate(self, error: BaseException, split: Split, pc: int) -> SimError:
         """Attach the PTX line to an error, from the line of generated code that raised it."""
@@ -625,17 +667,23 @@ class Machine:
         )
 
     def deadlock_report(self) -> str:
-        lines = ["deadlock: nothing can run" if not self.ready else "waiting:"]
+        lines = []
         for cluster in self.running:
             for cta in cluster.ctas:
                 for warp in cta.warps:
                     for split in warp.splits:
-                        waits = split.wait.describe() if split.wait is not None else "its turn"
+                        waits = split.wait.describe() if split.wait is not None else "its turn (it can run)"
                         lanes = "" if split.full else f" {lanes_text(split.mask)}"
                         lines.append(
                             f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
                             f"    at {self.program.where_block(split.pc)}"
                         )
+        if self.pending:
+            lines.append(
+                f"  {len(self.pending)} clusters of the grid have not started, since {self.resident} at a time are "
+                "resident: where CTAs wait for each other, set the option `resident` (of Machine, Launch.run, a "
+                "Recorder's `options`, `run --resident`)"
+            )
         return "\n".join(lines)
 
 

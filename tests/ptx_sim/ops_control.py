@@ -7,6 +7,7 @@ import numpy as np
 from .machine import ALL_BYTES, FULL, LANES, NamedBarrier, Split, lanes_text
 from .memory import SimError
 from .parser import Imm, Instr, Pair, PtxError, Sink
+from .progress import gather
 from .translate import VIEWS, Emit, op
 
 
@@ -113,6 +114,9 @@ def barrier_sync(
     votes: np.ndarray | None = None,
 ) -> bool:
     """bar.sync and bar.arrive. Returns True while the split must wait."""
+    together = mask.tobytes() == split.warp.live.tobytes()
+    if aligned and split.warp.relaxed and split.state is None and not together and mask.tobytes() == split.bits:
+        return gather(split, split.warp.rendezvous.setdefault(("aligned", index), Rendezvous()))
     if split.state is not None:
         barrier, generation = split.state
         if barrier.generation == generation:
@@ -127,15 +131,13 @@ def barrier_sync(
     if int(number[lane]) >= NAMED_BARRIERS:
         raise SimError(f"named barrier {int(number[lane])}: a CTA has barriers 0 to {NAMED_BARRIERS - 1}")
     barrier: NamedBarrier = split.cta.barrier(int(number[lane]))
-    if aligned and mask.tobytes() != split.warp.live.tobytes():
+    if aligned and not together:
         raise SimError(
             f".aligned barrier {barrier.index} executed by {lanes_text(mask)} of {int(split.warp.live.sum())} lanes"
         )
     # A warp counts as 32 threads whatever lanes have exited; diverged lanes count one by one, the first arrival of
     # the warp also for its exited lanes.
-    threads = int(mask.sum())
-    if mask.tobytes() == split.warp.live.tobytes():
-        threads = 32
+    threads = 32 if together else int(mask.sum())
     wanted = 0 if count is None else int(count[lane])
     if wanted % 32:
         raise SimError(f"barrier {barrier.index}: thread count {wanted} is no multiple of the warp size")
@@ -163,6 +165,11 @@ def _barrier_operands(emit: Emit, operands: list) -> tuple[str, str]:
 def bar_sync(emit: Emit, instr: Instr) -> None:
     number, count = _barrier_operands(emit, instr.operands)
     aligned = instr.base == "bar" or instr.has("aligned")
+    if not aligned and instr.guard is not None:
+        # Lanes whose guard is false go on by themselves.
+        number_of = emit.program.block_of[instr.index]
+        emit.line(f"if {emit.mask}.any() and {emit.mask}.tobytes() != S.bits:")
+        emit.line(f"    return S.diverge({emit.mask}, {number_of}, {number_of + 1}, {number_of + 1})")
     emit.blocking(barrier_sync, number, count, str(aligned), "True")
 
 

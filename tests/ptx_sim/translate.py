@@ -429,6 +429,9 @@ class Program:
                 leaders.add(i + 1)
             if name in BLOCKING:
                 leaders.add(i)
+                if instr.guard is not None:
+                    # Lanes whose guard is false may go on at the next block.
+                    leaders.add(i + 1)
         starts = sorted(at for at in leaders if at < len(code))
         for n, first in enumerate(starts):
             last = starts[n + 1] if n + 1 < len(starts) else len(code)
@@ -615,6 +618,7 @@ class Program:
                 space[name] = pairs[index]
             else:
                 space[name] = halves[index, (0 if kind == "l" else 1) :: 2]
+        space["FILES"] = tuple(files.values())
         space["RF"], space["RFF"] = files["r"], floats["r"]
         self._bind_specials(space, warp)
         warp.namespace = space
