@@ -11,7 +11,7 @@ import pytest
 
 from .ptx_sim import assembly
 from .ptx_sim.launch import Launch
-from .ptx_sim.machine import Deadlock
+from .ptx_sim.machine import Deadlock, Findings
 from .ptx_sim.memory import SimError
 from .ptx_sim.parser import PtxError
 from .ptx_sim.tensormap import encode
@@ -410,6 +410,14 @@ def test_ptx_that_does_not_assemble_is_refused(code: str, target: str, words: st
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on PATH")
+def test_an_older_ptxas_judges_what_it_knows(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    newer = ptx("mov.b32 %r1, 0;", 0).replace(".version 8.8", ".version 99.9")
+    assert assembly.ptxas_errors(newer) is None
+    assert "the newest of this ptxas" in assembly.ptxas_errors(newer.replace("mov.b32 %r1", "mov.b32 %x1"))
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on PATH")
 def test_ptxas_verdicts_are_kept_and_can_be_asked_for(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bad = launch("cvt.u32.f32 %r1, %r2;", {})
@@ -421,3 +429,12 @@ def test_ptxas_verdicts_are_kept_and_can_be_asked_for(monkeypatch, tmp_path: Pat
     assembly.ptxas_errors.cache_clear()
     bad.run(ptxas=True)
     launch("mov.b32 %r1, 0;", {}).run(ptxas=True)
+
+
+def test_findings_raise_when_asked_to() -> None:
+    code = SMEM + "ld.shared.b32 %r2, [%r1];"
+    assert len(run(code, {}).findings) == 1
+    with pytest.raises(Findings, match="load of uninitialised shared memory") as caught:
+        run(code, {}, strict=True)
+    assert caught.value.report.warp_instructions > 0
+    run("mov.b32 %r1, 0;", {}, strict=True)

@@ -171,19 +171,28 @@ def ptxas_errors(text: str) -> str | None:
     kept = _cache_folder() / f"{hashlib.sha256((version + text).encode()).hexdigest()}.ptxas"
     if kept.exists():
         return kept.read_text() or None
+    verdict = _assemble(text)
+    if newer := re.search(r"Unsupported \.version [\d.]+; current version is '([\d.]+)'", verdict):
+        # An older ptxas: what it can say is whether the module assembles as the newest PTX that it knows.
+        verdict = _assemble(re.sub(r"(\.version\s+)[\d.]+", rf"\g<1>{newer.group(1)}", text, count=1))
+        verdict = verdict and f"(assembled as PTX {newer.group(1)}, the newest of this ptxas)\n{verdict}"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(verdict)
+    return verdict or None
+
+
+def _assemble(text: str) -> str:
+    """The errors of one call of ptxas, empty when there are none."""
     target = re.search(r"\.target\s+(\w+)", text)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "module.ptx"
         source.write_text(text)
         arch = target.group(1) if target else "sm_90a"
-        found = subprocess.run(
-            ["ptxas", f"-arch={arch}", "-O0", "-o", f"{folder}/out.cubin", str(source)], capture_output=True, text=True
-        )
-    verdict = (found.stderr or f"ptxas ended with {found.returncode}").strip() if found.returncode else ""
-    verdict = verdict.replace(f"{folder}/", "")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(verdict)
-    return verdict or None
+        command = ["ptxas", f"-arch={arch}", "-O0", "-o", f"{folder}/out.cubin", str(source)]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode == 0:
+            return ""
+        return (found.stderr or f"ptxas ended with {found.returncode}").strip().replace(f"{folder}/", "")
 
 
 def assemble(text: str) -> None:

@@ -133,10 +133,11 @@ class CudaView:
 class Recorder:
     """Runs compiled CuTe DSL functions with the recording runtime.
 
-    `attributes` answers cudaDeviceGetAttribute by number (97 = largest opt-in shared memory per block).
+    `attributes` answers cudaDeviceGetAttribute by number (97 = largest opt-in shared memory per block). `options` are
+    those of `Launch.run` and `Machine`: resident, policy, observer, limit, strict, ptxas.
     """
 
-    def __init__(self, run: bool = False) -> None:
+    def __init__(self, run: bool = False, **options: object) -> None:
         if _shim is None:
             raise RuntimeError("call capture_cute.prepare() first")
         self.launches: list[Launch] = []
@@ -147,7 +148,7 @@ class Recorder:
         self.tensors: list = []
         self.run = run
         self.reports: list = []
-        self.options: dict = {}
+        self.options = options
         self._hook = _HOOK(self._dispatch)
 
     def add_ptx(self, text: str) -> None:

@@ -127,15 +127,18 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class Recorder:
-    """Runs TileLang kernels with the recording driver, and with `run` executes each launch at once."""
+    """Runs TileLang kernels with the recording driver, and with `run` executes each launch at once.
 
-    def __init__(self, run: bool = True) -> None:
+    `options` are those of `Launch.run` and `Machine`: resident, policy, observer, limit, strict, ptxas.
+    """
+
+    def __init__(self, run: bool = True, **options: object) -> None:
         if not _shims:
             raise RuntimeError("call capture_tilelang.prepare() first")
         self.run = run
         self.launches: list[Launch] = []
         self.reports: list = []
-        self.options: dict = {}
+        self.options = options
         self.modules: dict[str, tuple[Module, str]] = {}
         self.tensors: list = []
         self.error: BaseException | None = None

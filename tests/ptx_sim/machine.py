@@ -391,19 +391,35 @@ class Report:
 
     warp_instructions: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     findings: list = field(default_factory=list)
     visits: list = field(default_factory=list)
     # Forms that only show at run time: matrix shapes and layouts, tensor-map boxes.
     forms: set = field(default_factory=set)
     opcodes: set = field(default_factory=set)
+    # What printf wrote, a string per lane and call.
+    printed: list = field(default_factory=list)
 
     @property
     def microseconds_per_instruction(self) -> float:
         return 1e6 * self.seconds / max(self.warp_instructions, 1)
 
 
+class Findings(SimError):
+    """A run with findings under `strict`; `report` is the run's report."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("\n".join(report.findings))
+        self.report = report
+
+
 class Machine:
-    """Runs one launch of a translated program."""
+    """Runs one launch of a translated program.
+
+    `resident`: clusters that run at the same time; CTAs that wait for each other need all of theirs. `policy`: when
+    asynchronous work completes (policies.py; at issue without one). `observer`: told of everything (observer.py).
+    `limit`: time slices without progress before a livelock is reported. `strict`: findings raise at the end.
+    """
 
     def __init__(
         self,
@@ -414,6 +430,7 @@ class Machine:
         observer: object = None,
         policy: object = None,
         limit: int = 3000,
+        strict: bool = False,
     ) -> None:
         self.program = program
         self.launch = launch
@@ -422,6 +439,7 @@ class Machine:
         self.policy = policy
         self.resident = resident
         self.limit = limit
+        self.strict = strict
         self.shared_size = SHARED_RESERVED + program.static_shared + launch.shared_bytes
         self.shared_size = -(-self.shared_size // 1024) * 1024 if launch.shared_bytes == 0 else self.shared_size
         self.ready: deque[Split] = deque()
@@ -523,13 +541,16 @@ class Machine:
                 self.program.release(warp)
 
     def run(self) -> Report:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         with np.errstate(all="ignore"):
             self._run()
         self.report.seconds = time.perf_counter() - start
+        self.report.cpu_seconds = time.process_time() - cpu
         sizes = self.program.block_sizes
         self.report.opcodes = self.program.executed_opcodes(self.report.visits)
         self.report.warp_instructions = sum(n * size for n, size in zip(self.report.visits, sizes, strict=True))
+        if self.strict and self.report.findings:
+            raise Findings(self.report)
         return self.report
 
     def _run(self) -> None:
