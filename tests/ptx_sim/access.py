@@ -31,7 +31,7 @@ def shared_index(
 ) -> np.ndarray:
     """Element index of shared addresses in the view of `size`-byte elements; a store gives its instruction index."""
     shared = split.cta.cluster.shared
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     rank = low >> RANK_SHIFT
     if rank == high >> RANK_SHIFT:
         if (high & OFFSET_MASK) + size > shared.size or rank >= shared.ranks:
@@ -87,7 +87,7 @@ def must_be_written(split: Split, index: int, address: int, size: int, what: str
 def global_index(split: Split, address: np.ndarray, size: int, what: str) -> tuple[dict, np.ndarray]:
     """(views of the allocation, element index) of global addresses that lie in one allocation."""
     memory = split.machine.memory
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     if int(np.bitwise_or.reduce(address)) & (size - 1):
         bad = next(a for a in address.tolist() if a & (size - 1))
         raise SimError(f"global {what} of {size} bytes misaligned: {memory.describe(bad)}")
@@ -201,7 +201,7 @@ def _report_unwritten(
 def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(cells, marks, element index) of local addresses, which every lane has for itself."""
     local = split.warp.local
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     if local is None or low < 0 or high + size > local.shape[1]:
         held = 0 if local is None else local.shape[1]
         raise SimError(f"local {what} of {size} bytes out of range: byte {high} of {held} that a lane has")
@@ -298,6 +298,28 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
     return [cell if on else None for cell, on in zip(cells, mask.tolist(), strict=True)]
 
 
+def _distinct(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: int, space: str
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(view, element index) of active lanes when they all reach different elements of one global allocation."""
+    if space == "generic" and not int(np.bitwise_or.reduce(address[mask])) >> 60:
+        space = "global"
+    at = address if mask is FULL else address[mask]
+    if space != "global" or len(set(at.tolist())) < len(at) or not len(at):
+        return None
+    views, cells = global_index(split, at, size, "atomic")
+    if not views:
+        return None
+    observer = split.machine.observer
+    if observer is not None:
+        observer.access(split, mask, index, space, _active(mask, address), size, "atomic")
+    return views[size], cells
+
+
+# Atomics whose lanes may be done at once where they do not meet; the results are those of one lane after the other.
+AT_ONCE = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
 def atomic(
     split: Split,
     mask: np.ndarray,
@@ -311,6 +333,14 @@ def atomic(
     """atom/red on scalars, one lane after the other; returns the old values."""
     kind = np.dtype(dtype)
     old = np.zeros(32, kind)
+    found = _distinct(split, mask, index, address, kind.itemsize, space) if name in AT_ONCE else None
+    if found is not None:
+        view, at = found[0].view(kind), found[1]
+        old[mask] = view[at]
+        fresh = AT_ONCE[name](old[mask], sources[0][mask])
+        view[at] = fresh
+        split.machine.progress += int((fresh != old[mask]).sum())
+        return old
     for lane, cell in enumerate(_cells(split, mask, index, address, kind.itemsize, space)):
         if cell is None:
             continue
@@ -342,6 +372,12 @@ def reduce_vector(
     kind = np.dtype(dtype)
     size = kind.itemsize * len(sources)
     old = np.zeros((32, len(sources)), kind)
+    found = _distinct(split, mask, index, address, size, space) if name == "add" else None
+    if found is not None:
+        view, at = found[0].view(kind).reshape(-1, len(sources)), found[1]
+        old[mask] = view[at]
+        view[at] = old[mask] + np.stack(sources, 1)[mask]
+        return old
     for lane, cell in enumerate(_cells(split, mask, index, address, size, space)):
         if cell is None:
             continue
