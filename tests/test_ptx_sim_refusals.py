@@ -194,6 +194,16 @@ def tensor_map() -> np.ndarray:
     return out
 
 
+def test_tensor_memory_messages_say_what_is_allocated() -> None:
+    code = """mov.b32 %r1, smem; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64; bar.sync 0;
+mov.b32 %r2, 48; tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{}}}, [%r2];""".format(
+        ", ".join(f"%r{i}" for i in range(100, 132))
+    )
+    words = r"tcgen05.ld: columns 48 to 79 of CTA \(0, 0, 0\) are not all allocated; those are: 0-63\n  at PTX line"
+    with pytest.raises(SimError, match=words):
+        run(code, {})
+
+
 # Generic addresses ----------------------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         print(
             f"  {report.warp_instructions} warp instructions in {report.seconds:.2f} s "
-            f"({report.microseconds_per_instruction:.1f} us each)"
+            f"({report.microseconds_per_instruction:.1f} us of CPU time each)"
         )
         for finding in report.findings:
             print(f"  {finding}")

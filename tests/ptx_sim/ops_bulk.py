@@ -168,9 +168,11 @@ def bulk_reduce_shared(
         _check_bulk(split, count, ("shared", where), ("shared", origin))
 
         def run(count: int = count, where: int = where, origin: int = origin, bar: int = bar) -> None:
+            observe(split, index, "shared", origin, count, "read")
             data = shared.bytes_at(origin, count).copy()
             must_be_written(split, index, origin, count, "bulk reduction")
             must_be_written(split, index, where, count, "bulk reduction")
+            observe(split, index, "shared", where, count, "reduce")
             reduce_into(shared.bytes_at(where, count), data, reduction, kind)
             complete(split, index, bar, count)
 

@@ -31,7 +31,7 @@ def table(repeats: int = 3, only: str = "") -> tuple[list[str], float]:
         runs: list[list[Report]] = [run().reports for _ in range(repeats)]
         for number, reports in enumerate(zip(*runs, strict=True)):
             best = min(reports, key=lambda r: r.cpu_seconds)
-            each = 1e6 * best.cpu_seconds / max(best.warp_instructions, 1)
+            each = best.microseconds_per_instruction
             most = max(most, each)
             rows.append(
                 f"{each:6.2f} us  {best.warp_instructions:8d}  {best.cpu_seconds:6.2f} s  {name} launch {number}"
