@@ -52,18 +52,13 @@ def launch(
     )
 
 
-def run(
-    body: str,
-    arrays: dict[str, np.ndarray],
-    grid: int = 1,
-    block: int = 32,
-    cluster: int = 1,
-    shared: int = 4096,
-    target: str = "sm_100a",
-    **options: object,
-) -> Report:
-    """Run a PTX body on numpy arrays, in place."""
-    return launch(body, arrays, grid, block, cluster, shared, target).run(**options)
+GEOMETRY = ("grid", "block", "cluster", "shared", "target")
+
+
+def run(body: str, arrays: dict[str, np.ndarray], **options: object) -> Report:
+    """Run a PTX body on numpy arrays, in place. Options are the keywords of `launch` and those of `Machine`."""
+    geometry = {name: options.pop(name) for name in GEOMETRY if name in options}
+    return launch(body, arrays, **geometry).run(**options)
 
 
 def aligned(shape: tuple | int, dtype: object, alignment: int = 128) -> np.ndarray:
