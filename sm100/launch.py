@@ -124,8 +124,9 @@ def _build() -> ModuleType:
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
     if backward:
-        raise UnsupportedError(NO_BACKWARD)
-    _build().kernel(plan_of(problem, config))
+        raise UnsupportedError(f"{NO_BACKWARD}; warmup(..., backward=False) compiles the forward")
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    _build().kernel(plan_of(problem, config, device))
 
 
 @functools.cache

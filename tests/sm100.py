@@ -38,11 +38,13 @@ def poisoned(inputs: Inputs) -> Inputs:
     return replace(inputs, kv=kv[0] if packed else kv)
 
 
-def call(inputs: Inputs, *, tokens_per_tile: int = 1, clusters: int = 1) -> tuple[torch.Tensor, torch.Tensor, Report]:
-    """`(out, lse, report)` of the public forward with `backend="sm100"`, on so many clusters."""
+def call(
+    inputs: Inputs, *, tokens_per_tile: int = 1, clusters: int = 1, **options: object
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    """`(out, lse, report)` of the public forward with `backend="sm100"`, on so many clusters; `options` are a machine's."""
     heads = inputs.q.shape[-2] // inputs.kv.shape[-2]
     ctas = 2 if heads * tokens_per_tile > 64 else 1
-    with project_sm100.simulated(multiprocessors=clusters * ctas) as recorder:
+    with project_sm100.simulated(multiprocessors=clusters * ctas, **options) as recorder:
         out, lse = cute_sparse_mla.fwd(
             inputs.q, inputs.kv, inputs.indices, d_v=inputs.d_v, backend="sm100",
             config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile), **inputs.options,
@@ -51,9 +53,9 @@ def call(inputs: Inputs, *, tokens_per_tile: int = 1, clusters: int = 1) -> tupl
     return out, lse, report
 
 
-def judge(inputs: Inputs, *, tokens_per_tile: int = 1, clusters: int = 1) -> Report:
+def judge(inputs: Inputs, **how: object) -> Report:
     """Fails unless out and lse are within the precision clause and the simulator has nothing to report."""
-    out, lse, report = call(poisoned(inputs), tokens_per_tile=tokens_per_tile, clusters=clusters)
+    out, lse, report = call(poisoned(inputs), **how)
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     assert not report.findings, report.findings[:5]

@@ -10,6 +10,7 @@ import torch
 from bench.cases import CONTRACT_CASES, Case
 
 from .ptx_sim import capture_cute
+from .ptx_sim.policies import Delay
 from .sm100 import call, judge, sentinel_case
 
 REASON = capture_cute.available()
@@ -90,6 +91,14 @@ def test_offsets_past_32_bits() -> None:
     q = torch.empty(2 * step + 8 * 512, dtype=torch.bfloat16).as_strided((1, 3, 8, 512), (8 * 512, step, 512, 1))
     q.copy_(inputs.q)
     judge(replace(inputs, q=q))
+
+
+@pytest.mark.parametrize("heads", (16, 128))
+def test_late_asynchronous_work_changes_nothing(heads: int) -> None:
+    inputs = sentinel_case(heads, 576, 192, "random", True).inputs(seed=9)
+    out, lse, _ = call(inputs)
+    late_out, late_lse, _ = call(inputs, policy=Delay(seed=heads))
+    assert torch.equal(out, late_out) and torch.equal(lse, late_lse)
 
 
 def test_a_query_does_not_depend_on_the_others() -> None:
