@@ -41,7 +41,7 @@ def poisoned(inputs: Inputs) -> Inputs:
 def call(
     inputs: Inputs, *, tokens_per_tile: int = 1, clusters: int = 1, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, Report]:
-    """`(out, lse, report)` of the public forward with `backend="sm100"` on so many clusters; `options` go to the machine."""
+    """`(out, lse, report)` of the public forward with `backend="sm100"`; `options` go to the machine."""
     heads = inputs.q.shape[-2] // inputs.kv.shape[-2]
     ctas = 2 if heads * tokens_per_tile > 64 else 1
     with project_sm100.simulated(multiprocessors=clusters * ctas, **options) as recorder:
