@@ -6,21 +6,24 @@
 over blocks of 64 slots (Milakov and Gimelshein 2018), O rescaled only when a maximum grows by more than 2^8 (as in
 FlashAttention-4). How columns and lanes are split is told in `plan.py`, what a row is in `heads.py`.
 
-Pipeline of blocks i and i + 1, time down; arrows name the barriers:
+Pipeline of blocks i and i + 1, time down; a name behind > is the barrier that announces it:
 
-    index                gather               mma                  softmax                  epilogue
-    rows(i)  rows_ready> slot(i)  slot_full>  S = Q K(i)  s_ready>                          (last tile)
-    rows(i+1)            slot(i+1)                                 S to registers  >s_free
-                                              S = Q K(i+1)         halves summed, masked
-                                                                   maximum, P(i)   >p_ready
-                                              O += P(i) V(i)       S(i+1) ...
-                         slot(i+2) <slot_free, pv_done>
-    next tile            next q, next slots   ... last P V o_ready>  sums stats_ready>      O / l to out
-                                              next Q K(0)                                   >o_free, stats_free
+    index                gather                mma                    softmax                  epilogue
+    rows i  >rows_ready  q, slots i >slot_full Q to tensor memory
+    rows i + 1                                 S = Q K i     >s_ready                          (tile before)
+                         slots i + 1                                  S to registers >s_free
+                                               S = Q K i + 1          halves summed, masked
+                                                                      maximum, P i >p_ready
+                                               O += P i V i >pv_done  S i + 1 ...
+                         slots i + 2           >slot_free
+    next tile            next q, slots         last P V      >o_ready sums >stats_ready
+                                               next Q, Q K 0          S 0 ...                  lse       >stats_free
+                                                                                               O / l, out     >o_free
+
+A slot has all columns of a pair's CTA, or half of a single CTA's; then the products of two blocks alternate by slot.
 """
 
-from collections.abc import Iterable  # noqa: I001
-from typing import Any
+from typing import Any  # noqa: I001
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -57,16 +60,6 @@ RESCALE_COLUMNS = 32
 PAIR_BARRIER, ROW_BARRIER, OUT_BARRIER = 1, 5, 7  # named barriers: first numbers
 
 
-class Named:
-    """Values of the trace by name. No dict: CuTe DSL would carry a dict's entries through every loop and branch."""
-
-    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
-        self._entries = dict(zip(names, values, strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._entries[name]
-
-
 class Forward:
     """The kernel of one plan."""
 
@@ -85,7 +78,7 @@ class Forward:
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        at, n, by = Named(POINTERS, pointers), Named(SIZES, sizes), Named(STRIDES, strides)
+        at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         plan = self.plan
         heads, tokens = plan.rows.box
         swizzle = cute.make_swizzle(3, 4, 3)  # 128 bytes
@@ -124,15 +117,14 @@ class Forward:
     def kernel(self, maps, pointers, sizes, strides, scale_log2):
         plan = self.plan
         pair = plan.pair
-        at, n, by = Named(POINTERS, pointers), Named(SIZES, sizes), Named(STRIDES, strides)
+        at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if pair else Int32(0)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        smem = Named(plan.smem, [base + area.start for area in plan.smem.values()])
-        names = [b.name for b in plan.barriers]
-        bar = Named(names, [base + plan.barrier_offset(name) for name in names])
+        smem = {name: base + area.start for name, area in plan.smem.items()}
+        bar = {b.name: base + plan.barrier_offset(b.name) for b in plan.barriers}
 
         holder = ptx.shared(smem["tmem_address"], Int32, 16)
         if warp == ROLE["mma"].first:
@@ -210,11 +202,11 @@ class Forward:
             row_base = Int64(b) * n["row_b"] + Int64(g) * n["row_g"]
             limit = Int64(n["S_kv"])
             if n["causal"] != 0:
-                limit = Int64(s) + n["S_kv"] - n["S"] + 1
+                position = Int64(s) + n["S_kv"] - n["S"]
                 if n["has_positions"] != 0:
                     offset = Int64(b) * by["p_b"] + Int64(s) * by["p_s"]
-                    limit = _global(at["positions"], Int64)[offset] + 1
-                limit = cutlass.min(limit, Int64(n["S_kv"]))
+                    position = _global(at["positions"], Int64)[offset]
+                limit = cutlass.min(position, limit - 1) + 1
             for block in cutlass.range(self.blocks(at, n, by, tile)):
                 found = []
                 for half in cutlass.range_constexpr(2):
@@ -663,6 +655,10 @@ class Forward:
         if real & (side == 0):
             out[(Int64(b) * n["S"] + token) * (n["G"] * n["heads_per_group"]) + which] = lse
         return factor
+
+
+def _named(names: tuple[str, ...], values: tuple) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
 
 
 def _global(address: Int64, kind: type) -> Any:

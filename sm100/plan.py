@@ -2,6 +2,9 @@
 
     one CTA = 64 query rows; a tile is one CTA, or a pair of CTAs for 128 rows
 
+Up to 64 rows take one CTA: its weight-stationary M 64 products use all 128 lanes of tensor memory, where 64 rows over a
+pair would fill half of them. 128 rows take a pair, which halves the gathered bytes of each CTA.
+
 Every byte of a gathered row is read once and used as K and as V. The first 512 columns are cut in halves, left and
 right; a pair keeps one half in each CTA, a single CTA keeps both. Q K^T of the left half goes to lanes 0 to 63 of
 tensor memory and of the right half to lanes 64 to 127 (Q lies in tensor memory, so each half of the lanes has its own
