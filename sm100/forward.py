@@ -130,6 +130,9 @@ class Forward:
         if warp == ROLE["mma"].first:
             cute.arch.alloc_tmem(TMEM_COLUMNS, holder, is_two_cta=pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+        if warp == ROLE["gather"].first:
+            for tensor_map in maps:
+                cpasync.prefetch_descriptor(tensor_map)
         if warp == ROLE["index"].first:
             with cute.arch.elect_one():
                 for b in plan.barriers:

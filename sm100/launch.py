@@ -6,15 +6,15 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .. import env
 from ..config import SparseAttentionConfig
-from ..errors import MissingDependencyError, UnsupportedError
+from ..errors import UnsupportedError
 from ..problem import Problem
 from . import unions
 from .heads import ROWS_PER_CTA, Rows, rows_for
@@ -101,17 +101,7 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
 
 @functools.cache
 def _check_dsl() -> None:
-    try:
-        version = importlib.metadata.version(DSL_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        raise MissingDependencyError(
-            f"the sm100 kernels need {DSL_PACKAGE} {DSL_VERSIONS[-1]}: pip install 'cute_sparse_mla[blackwell]'"
-        ) from None
-    if version not in DSL_VERSIONS:
-        raise MissingDependencyError(
-            f"the sm100 kernels were tested with {DSL_PACKAGE} {', '.join(DSL_VERSIONS)}; {version} is installed: "
-            f"pip install {DSL_PACKAGE}=={DSL_VERSIONS[-1]}"
-        )
+    env.require_release("sm100", DSL_PACKAGE, DSL_VERSIONS, "blackwell")
 
 
 def _build() -> ModuleType:
