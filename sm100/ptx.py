@@ -144,12 +144,17 @@ def copy_to_tensor_memory(target: Int32, source: Any, pair: bool) -> None:
 
 
 def load_columns(address: Int32, count: int) -> list[Float32]:
-    """`count` 32-bit columns of the warp's lanes, one register each; wait::ld before use."""
-    out = primitives.tcgen05_ld("32x32b", tensor_memory(address), num=count)
-    return [
-        Float32(llvm.bitcast(T.f32(), vector.extract(out, dynamic_position=[], static_position=[i])))
-        for i in range(count)
-    ]
+    """`count` 32-bit columns of the warp's lanes, one register each; wait::ld before use.
+
+    In loads of 32 or 4 columns, the sizes that known-good kernels use.
+    """
+    width = 32 if count % 32 == 0 else 4
+    found = []
+    for start in range(0, count, width):
+        out = primitives.tcgen05_ld("32x32b", tensor_memory(address + start), num=width)
+        words = [vector.extract(out, dynamic_position=[], static_position=[i]) for i in range(width)]
+        found += [Float32(llvm.bitcast(T.f32(), word)) for word in words]
+    return found
 
 
 def store_columns(address: Int32, values: Sequence[Float32]) -> None:
