@@ -9,20 +9,23 @@ from typing import Any
 import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, Int64, cute
 
-from . import cache
-from .forward import POINTERS, SIZES, STRIDES, Forward
+from . import backward, cache, forward
+from .backward_plan import BackwardPlan
 from .plan import Plan
 
 
-def example_arguments() -> tuple:
-    """Arguments of the right types for a compilation; see `Forward.__call__`."""
-    pointers, sizes = tuple(Int64(0) for _ in POINTERS), tuple(Int32(1) for _ in SIZES)
-    return pointers, sizes, tuple(Int64(8) for _ in STRIDES), Float32(1.0), Int32(1), cuda.CUstream(0)
+def example_arguments(plan: Plan) -> tuple:
+    """Arguments of the right types for a compilation; see `__call__` of `Forward` and `Backward`."""
+    module, scales = (backward, 2) if isinstance(plan, BackwardPlan) else (forward, 1)
+    pointers, sizes = tuple(Int64(0) for _ in module.POINTERS), tuple(Int32(1) for _ in module.SIZES)
+    strides = tuple(Int64(8) for _ in module.STRIDES)
+    return pointers, sizes, strides, *(Float32(1.0) for _ in range(scales)), Int32(1), cuda.CUstream(0)
 
 
 def compile_plan(plan: Plan) -> Any:
-    """The forward of a plan, compiled anew."""
-    return cute.compile(Forward(plan), *example_arguments(), options=_options(plan))
+    """The forward or backward of a plan, compiled anew."""
+    function = backward.Backward(plan) if isinstance(plan, BackwardPlan) else forward.Forward(plan)
+    return cute.compile(function, *example_arguments(plan), options=_options(plan))
 
 
 def _options(plan: Plan) -> str:
@@ -31,7 +34,7 @@ def _options(plan: Plan) -> str:
 
 @functools.cache
 def kernel(plan: Plan) -> Callable[..., Any]:
-    """The compiled forward of a plan: from memory, from disk, or compiled now."""
+    """The compiled kernel of a plan: from memory, from disk, or compiled now."""
     name = cache.key(f"{plan} {_options(plan)}")
     found = cache.load(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""The backend's entry points: what runs on SM100, and the launch of one forward.
+"""The backend's entry points: what runs on SM100, and the launches of one forward and one backward.
 
 Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from .. import env
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from . import unions
+from . import preprocess, unions
+from .backward_plan import KV_STAGES, BackwardPlan
 from .heads import ROWS_PER_CTA, Rows, rows_for
 from .plan import BLOCK_K, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
@@ -79,19 +80,32 @@ def plan_of(problem: Problem, config: SparseAttentionConfig, device: torch.devic
     return Plan(problem.D, *names, rows, _architecture(device))
 
 
+def backward_plan_of(
+    problem: Problem, config: SparseAttentionConfig, device: torch.device | None = None
+) -> BackwardPlan:
+    """The same for the backward."""
+    plan = plan_of(problem, config, device)
+    return BackwardPlan(plan.D, plan.dtype, plan.index_dtype, plan.rows, plan.arch)
+
+
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
-    """Shared memory of the main kernel, in bytes."""
-    return {"forward": plan_of(problem, config).smem_bytes}
+    """Shared memory of the two main kernels, in bytes."""
+    plans = {"forward": plan_of(problem, config), "backward": backward_plan_of(problem, config)}
+    return {name: plan.smem_bytes for name, plan in plans.items()}
 
 
 def check(problem: Problem, config: SparseAttentionConfig) -> None:
     """Refuse what these kernels cannot run, before anything is compiled."""
     _check_dsl()
-    plan = plan_of(problem, config)
-    built = {"fwd_threads": THREADS, "fwd_stages": SLOTS, "fwd_block_k": BLOCK_K}
+    forward, backward = plan_of(problem, config), backward_plan_of(problem, config)
+    built = {
+        "fwd_threads": THREADS, "fwd_stages": SLOTS, "fwd_block_k": BLOCK_K,
+        "bwd_threads": THREADS, "bwd_stages": KV_STAGES, "bwd_block_k": BLOCK_K, "bwd_split_store": backward.chunks,
+    }  # fmt: skip
     for name, value in built.items():
         wished = getattr(config, name)
         if wished not in (None, value):
+            plan = backward if name.startswith("bwd") else forward
             sums = " + ".join(f"{area.size} ({use})" for use, area in plan.smem.items())
             raise UnsupportedError(
                 f"the sm100 kernels are built with {name} = {value}, not {wished} "
@@ -113,10 +127,9 @@ def _build() -> ModuleType:
 
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
-    if backward:
-        raise UnsupportedError(f"{NO_BACKWARD}; warmup(..., backward=False) compiles the forward")
     device = torch.device("cuda") if torch.cuda.is_available() else None
-    _build().kernel(plan_of(problem, config, device))
+    for plan_for in (plan_of, *((backward_plan_of,) if backward else ())):
+        _build().kernel(plan_for(problem, config, device))
 
 
 @functools.cache
@@ -152,6 +165,61 @@ def _valid(problem: Problem, indices: Tensor, lengths: Tensor | None, positions:
     return valid
 
 
+class _Call(NamedTuple):
+    """What both kernels are told about one call, in the order of their arguments."""
+
+    tensors: dict[str, Tensor]  # kv, indices, bits, lengths, positions
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # kv_row to p_s
+    tiles: int
+
+
+def _call(
+    problem: Problem, rows: Rows, kv: Tensor, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
+) -> _Call:
+    B, S, device = problem.B, problem.S, kv.device
+    causal, slots = problem.causal, problem.K
+    bits = _scalar(device, 0, torch.int32)
+    lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
+    if rows.tokens > 1:
+        valid = _valid(problem, indices, topk_length, q_positions)
+        indices, bits, lengths = unions.build(indices, valid, rows.tokens)
+        causal, slots, q_positions = False, indices.shape[-1], None
+    positions = None if q_positions is None else q_positions.to(torch.int64)
+    tensors = {
+        "kv": kv,
+        "indices": indices,
+        "bits": bits,
+        "lengths": _scalar(device, 0, torch.int32) if lengths is None else lengths,
+        "positions": _scalar(device, 0, torch.int64) if positions is None else positions,
+    }
+    unit, kv_rows, (row_b, row_s, row_g) = _kv_rows(kv)
+    tiles = -(-S // rows.tokens)
+    sizes = (
+        B, S, problem.S_kv, problem.G, slots, problem.heads_per_group, tiles, kv_rows, row_b, row_s, row_g,
+        int(causal), int(lengths is not None), int(positions is not None),
+    )  # fmt: skip
+    strides = (
+        unit, *indices.stride(),
+        *((0, 0, 0) if lengths is None else lengths.stride()),
+        *((0, 0) if positions is None else positions.stride()),
+    )  # fmt: skip
+    return _Call(tensors, sizes, strides, B * tiles * problem.G)
+
+
+def _launch(
+    kernel: Callable[..., Any], call: _Call, rows: Rows, tensors: dict[str, Tensor], strides: tuple, scales: tuple
+) -> None:
+    """`tensors` and `strides` in the kernel's order."""
+    pointers = tuple(t.data_ptr() for t in tensors.values())
+    tiles = min(call.tiles, max(1, multiprocessors(tensors["q"].device) // rows.ctas))
+    executor(kernel, (pointers, call.sizes, strides, *scales, tiles * rows.ctas), tensors)
+
+
+def _row_strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(_stride(tensor, axis, tensor.shape[-1]) for axis in range(3))
+
+
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
@@ -162,48 +230,41 @@ def fwd(
     kernel = _build().kernel(plan)
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=device)
-    causal, slots = problem.causal, problem.K
-    bits = _scalar(device, 0, torch.int32)
-    lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
-    if plan.rows.tokens > 1:
-        valid = _valid(problem, indices, topk_length, q_positions)
-        indices, bits, lengths = unions.build(indices, valid, plan.rows.tokens)
-        causal, slots, q_positions = False, indices.shape[-1], None
-    positions = None if q_positions is None else q_positions.to(torch.int64)
-    tensors = {
-        "q": q,
-        "kv": kv,
-        "indices": indices,
-        "bits": bits,
-        "lengths": _scalar(device, 0, torch.int32) if lengths is None else lengths,
-        "positions": _scalar(device, 0, torch.int64) if positions is None else positions,
-        # A sink of -inf is no sink.
-        "sink": _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink,
-        "out": out,
-        "lse": lse,
-    }
-    unit, kv_rows, (row_b, row_s, row_g) = _kv_rows(kv)
-    tiles = -(-S // plan.rows.tokens)
-    clusters = min(B * tiles * problem.G, max(1, multiprocessors(device) // plan.ctas))
-    sizes = (
-        B, S, problem.S_kv, problem.G, slots, problem.heads_per_group, tiles, kv_rows, row_b, row_s, row_g,
-        int(causal), int(lengths is not None), int(positions is not None),
-    )  # fmt: skip
-    strides = (
-        *(_stride(q, axis, problem.D) for axis in range(3)), unit, *indices.stride(),
-        *((0, 0, 0) if lengths is None else lengths.stride()),
-        *((0, 0) if positions is None else positions.stride()),
-        0 if attn_sink is None else attn_sink.stride(0),
-    )  # fmt: skip
-    scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    pointers = tuple(t.data_ptr() for t in tensors.values())
-    executor(kernel, (pointers, sizes, strides, scale_log2, clusters * plan.ctas), tensors)
+    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
+    # A sink of -inf is no sink.
+    sink = _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink
+    tensors = {"q": q, **call.tensors, "sink": sink, "out": out, "lse": lse}
+    strides = (*_row_strides(q), *call.strides, 0 if attn_sink is None else attn_sink.stride(0))
+    _launch(kernel, call, plan.rows, tensors, strides, (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,))
     return out, lse
 
 
-NO_BACKWARD = "this version has no sm100 backward; backend='reference' runs anywhere"
+def bwd(
+    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
+    lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
+    attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`(dq, dkv, d_sink)`: per-row values in torch, the main kernel, and the rounding of dkv unless fp32 is wanted.
 
-
-def bwd(problem: Problem, config: SparseAttentionConfig, *tensors: Tensor, **options: object) -> tuple:
-    """Not yet: raises `UnsupportedError`."""
-    raise UnsupportedError(NO_BACKWARD)
+    Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), and `preprocess.WORKSPACE`.
+    """
+    if deterministic:
+        raise UnsupportedError(
+            "the sm100 backward adds dkv in no fixed order: deterministic=True is not supported; "
+            "backend='reference' is deterministic"
+        )
+    B, S, H, device = problem.B, problem.S, problem.H, q.device
+    plan = backward_plan_of(problem, config, device)
+    kernel = _build().kernel(plan)
+    stats = preprocess.row_stats(out, dout, lse, dlse, attn_sink)
+    dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
+    acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
+    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
+    tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
+    strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
+    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))
+    _launch(kernel, call, plan.rows, tensors, strides, scales)
+    d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
+    if dkv is None and dkv_dtype in (None, kv.dtype):
+        return dq, acc.to(kv.dtype), d_sink
+    return dq, acc, d_sink

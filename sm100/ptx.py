@@ -121,10 +121,11 @@ def operand(address: Int32, *, leading: int, stride: int) -> Any:
     return primitives.Tcgen05SmemDesc.build(address, leading, stride, layout=swizzle)
 
 
-def shape(dtype: type, m: int, n: int, b_mn_major: bool) -> Any:
+def shape(dtype: type, m: int, n: int, b_mn_major: bool, a_mn_major: bool = False) -> Any:
     return primitives.Tcgen05InstrDesc.build(
-        c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=m, n_dim=n, b_major=int(b_mn_major)
-    )
+        c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=m, n_dim=n,
+        a_major=int(a_mn_major), b_major=int(b_mn_major),
+    )  # fmt: skip
 
 
 def mma(d: Int32, a: Any, b: Any, instruction: Any, accumulate: Any, *, pair: bool, a_in_tensor_memory: bool) -> None:
@@ -135,6 +136,12 @@ def mma(d: Int32, a: Any, b: Any, instruction: Any, accumulate: Any, *, pair: bo
         primitives.tcgen05_mma(kind, primitives.CTAGroup.CTA_2, tensor_memory(d), a, b, instruction, accumulate)
     else:
         primitives.tcgen05_mma_ws(kind, tensor_memory(d), a, b, instruction, accumulate)
+
+
+def mma_rows(d: Int32, a: Any, b: Any, instruction: Any, accumulate: Any) -> None:
+    """D (+)= A B for 16 columns of K, a lane a row, over one CTA."""
+    kind, group = primitives.Tcgen05MMAKind.F16, primitives.CTAGroup.CTA_1
+    primitives.tcgen05_mma(kind, group, tensor_memory(d), a, b, instruction, accumulate)
 
 
 def copy_to_tensor_memory(target: Int32, source: Any, pair: bool) -> None:
@@ -193,3 +200,22 @@ def pack_halves(values: Sequence[Float32], dtype: type) -> list[Uint32]:
         rounded = llvm.fptrunc(T.vector(2, dtype.mlir_type), pair)
         words.append(Uint32(llvm.bitcast(T.i32(), rounded)))
     return words
+
+
+# Global memory --------------------------------------------------------------------------------------------------------
+
+
+def add_global(address: Int64, values: Sequence[Float32]) -> None:
+    """Four consecutive fp32 added in one instruction; the address is a multiple of 16."""
+    llvm.inline_asm(
+        None, [_value(address, Int64), *(v.ir_value() for v in values)],
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+
+
+def store_global(address: Int64, words: Sequence[Uint32]) -> None:
+    """Four consecutive 32-bit words; the address is a multiple of 16."""
+    packed = vector.from_elements(T.vector(len(words), T.i32()), [w.ir_value() for w in words])
+    pointer = cute.make_ptr(Uint32, address, AddressSpace.gmem, assumed_align=16).to_llvm_ptr()
+    llvm.store(packed, pointer, alignment=16)

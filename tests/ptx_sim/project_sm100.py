@@ -31,8 +31,9 @@ def simulated(multiprocessors: int | None = None, **options: object) -> Iterator
     recorder.options = options
 
     def execute(kernel: Callable, arguments: tuple, tensors: dict[str, torch.Tensor]) -> None:
-        for name in ("out", "lse"):
-            tensors[name].fill_(torch.nan)
+        for name in ("out", "lse", "dq"):
+            if name in tensors:
+                tensors[name].fill_(torch.nan)
         recorder.call(kernel, tensors, *arguments, 0)
 
     count = launch.multiprocessors if multiprocessors is None else lambda device: multiprocessors

@@ -1,0 +1,474 @@
+"""Backward of sparse MLA on SM100: 64 query rows a CTA; persistent.
+
+    p_hat = exp(s - lse)   P = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
+    dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and P dout on the first 512 columns
+
+`q [B, S, H, D]`, `dout [B, S, H, 512]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` and the per-row `stats` of
+`preprocess.py` -> `dq [B, S, H, D]`, and adds into fp32 `dkv [B, S_kv, G, D]`. How operands and lanes are laid out is
+told in `backward_plan.py`, what a row is in `heads.py`.
+
+Pipeline of one block of 64 slots, time down; a name behind > is the barrier that announces it:
+
+    index                gather                mma                        softmax             epilogue
+    rows i  >rows_ready  q, dout  >q_full
+                         kv i     >kv_full     S, dP      >s_ready        to registers >s_free
+    rows i + 1                                                            P, dS   >p_ready    (adds of block i - 1)
+                                               dq += dS K >kv_free
+                         kv i + 1              q^T dS, dout^T P of 128 columns of d
+                                                          >dkv_ready                          to registers >dkv_free
+                                               the next 128 columns                           sm_scale a + b, adds
+                                               ...        >p_free
+    next tile            q, dout               >q_free    >dq_ready                           sm_scale dq  >dq_free
+
+P and dS are rounded once, dS unscaled: the two parts of dkv have an accumulator each and meet in registers.
+"""
+
+import cuda.bindings.driver as cuda  # noqa: I001
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.typing import AddressSpace
+
+from . import forward, ptx
+from .backward_plan import CHUNK, SPANS, BackwardPlan
+from .forward import HALF_K, KEYS, K_MAJOR, SIZES, STEP, STEPS, Forward, _global, _named, _next
+from .heads import ROWS_PER_CTA, heads_first, split
+from .plan import (
+    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP,
+)  # fmt: skip
+
+# Run-time arguments, in order; see `launch.py` for their meaning.
+POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "dout", "stats", "dq", "dkv")
+STRIDES = (*forward.STRIDES[:-1], "do_b", "do_s", "do_h")
+MN_STEP = STEP * SPAN * ITEM  # bytes of 16 rows of a span
+TAIL_CHUNK = D_V // CHUNK
+P_BARRIER = 8  # named barrier of the softmax warps
+QUAD = 4  # keys, and columns of d, of a vector add
+
+
+class Backward(Forward):
+    """The kernel of one plan. Slots, lengths and masks are the forward's roles and helpers."""
+
+    def __init__(self, plan: BackwardPlan) -> None:
+        super().__init__(plan)
+
+    @cute.jit
+    def __call__(
+        self,
+        pointers: tuple[(Int64,) * len(POINTERS)],
+        sizes: tuple[(Int32,) * len(SIZES)],
+        strides: tuple[(Int64,) * len(STRIDES)],
+        scale_log2: Float32,
+        sm_scale: Float32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
+        heads, tokens = self.plan.rows.box
+        swizzle = cute.make_swizzle(3, 4, 3)  # 128 bytes
+        groups = n["G"] * n["heads_per_group"]
+        load = cpasync.CopyBulkTensorTileG2SOp()
+
+        def atom(name, columns, stride):
+            extents, steps = heads_first((n["B"], n["S"], groups, columns), stride, n["heads_per_group"])
+            tensor = cute.make_tensor(
+                cute.make_ptr(self.dtype, at[name], AddressSpace.gmem, assumed_align=16),
+                cute.make_layout(extents, stride=(1, *(cute.assume(Int64(s), divby=8) for s in steps[1:]))),
+            )
+            box = (SPAN, heads, tokens)
+            layout = cute.make_layout(box, stride=(1, SPAN, SPAN * heads))
+            return cpasync.make_tiled_tma_atom(load, tensor, cute.make_composed_layout(swizzle, 0, layout), box)[0]
+
+        q_map = atom("q", self.plan.D, (by["q_b"], by["q_s"], by["q_h"]))
+        dout_map = atom("dout", D_V, (by["do_b"], by["do_s"], by["do_h"]))
+        rows = cute.make_tensor(
+            cute.make_ptr(self.dtype, at["kv"], AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((self.plan.D, n["kv_rows"]), stride=(1, cute.assume(by["kv_row"], divby=8))),
+        )
+        layout = cute.make_composed_layout(swizzle, 0, cute.make_layout((SPAN, 1), stride=(1, SPAN)))
+        kv_map, _ = cpasync.make_tiled_tma_atom(load, rows, layout, (SPAN, 1))
+        self.kernel((q_map, kv_map, dout_map), pointers, sizes, strides, scale_log2, sm_scale).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), smem=self.plan.smem_bytes, stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, maps, pointers, sizes, strides, scale_log2, sm_scale):
+        plan = self.plan
+        at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
+        # Row numbers are indices, -1 for an invalid slot: kv and dkv number their rows differently.
+        plain = {**n, "row_b": Int32(0), "row_s": Int32(1), "row_g": Int32(0), "kv_rows": Int32(-1)}
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        smem = {name: base + area.start for name, area in plan.smem.items()}
+        smem["exchange"] = smem["p"]
+        bar = {b.name: base + plan.barrier_offset(b.name) for b in plan.barriers}
+
+        holder = ptx.shared(smem["tmem_address"], Int32, 16)
+        if warp == ROLE["mma"].first:
+            cute.arch.alloc_tmem(TMEM_COLUMNS, holder)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == ROLE["gather"].first:
+            for tensor_map in maps:
+                cpasync.prefetch_descriptor(tensor_map)
+        if warp == ROLE["index"].first:
+            with cute.arch.elect_one():
+                for b in plan.barriers:
+                    for stage in cutlass.range_constexpr(b.stages):
+                        barrier = ptx.shared(bar[b.name] + 8 * stage, Int64, 8)
+                        cute.arch.mbarrier_init(barrier, b.arrivals(1))
+                cute.arch.mbarrier_init_fence()
+        ptx.fence_before()
+        self.sync_all()
+        ptx.fence_after()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder).toint()
+
+        tiles = n["B"] * n["token_tiles"] * n["G"]
+        part = block % plan.parts
+        work = (block // plan.parts, tiles, grid // plan.parts)
+        if warp < ROLE["epilogue"].first:
+            self.softmax(at, n, by, smem, bar, tmem, part, warp, work, scale_log2)
+        elif warp < ROLE["mma"].first:
+            self.epilogue(at, n, by, smem, bar, tmem, part, warp, work, sm_scale)
+        elif warp == ROLE["mma"].first:
+            self.mma(at, n, by, smem, bar, tmem, work)
+        elif warp == ROLE["index"].first:
+            self.index(at, plain, by, smem, bar, work)
+        else:
+            self.gather(at, n, by, smem, bar, part, warp, work, maps)
+
+        ptx.fence_before()
+        self.sync_all()
+        ptx.fence_after()
+        if warp == ROLE["mma"].first:
+            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, holder), TMEM_COLUMNS)
+
+    # Does: loads q, dout and gathered rows. Produces: q_full, kv_full. Consumes: rows_ready, q_free, kv_free.
+    @cute.jit
+    def gather(self, at, n, by, smem, bar, part, warp, work, maps):
+        plan = self.plan
+        half = warp - ROLE["gather"].first
+        first, tiles, step = work
+        q_phase, kv_phase = Int32(1), Int32(1)
+        stage, phase = Int32(0), Int32(0)
+        q_map, kv_map, dout_map = (ptx.descriptor(m) for m in maps)
+        for tile in cutlass.range(first, tiles, step):
+            b, s, g = split(tile, n["token_tiles"], n["G"])
+            head, token = plan.rows.origin(s, part)
+            ptx.wait(bar["q_free"], q_phase)
+            q_phase ^= 1
+            with cute.arch.elect_one():
+                if half == 0:
+                    self.load_heads(smem["q_dout"], q_map, plan.D, (head, token, g, b), bar["q_full"])
+                else:
+                    self.load_heads(smem["q_dout"] + PIECE, dout_map, D_V, (head, token, g, b), bar["q_full"])
+            row_base = b * n["row_b"] + g * n["row_g"]
+            for _ in cutlass.range(self.blocks(at, n, by, tile)):
+                ptx.wait(bar["rows_ready"] + 8 * stage, phase)
+                ptx.wait(bar["kv_free"], kv_phase)
+                kv_phase ^= 1
+                numbers = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K) * 4
+                with cute.arch.elect_one():
+                    rows = []
+                    for quad in cutlass.range_constexpr(HALF_K // 4):
+                        found = ptx.load_words(numbers + quad * 16, 4)
+                        rows.append([row_base + i * n["row_s"] if i >= 0 else n["kv_rows"] for i in found])
+                    ptx.arrive_expect(bar["kv_full"], HALF_K * plan.D * ITEM)
+                    for span in cutlass.range_constexpr(plan.D // SPAN):
+                        where = smem["kv"] + span * PIECE + half * (HALF_K * SPAN * ITEM)
+                        self.gather_rows(where, kv_map, Int32(span * SPAN), rows, bar["kv_full"])
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    ptx.arrive(bar["rows_free"] + 8 * stage)
+                stage, phase = _next(stage, phase, ROW_STAGES)
+
+    @cute.jit
+    def load_heads(self, where, tensor_map, columns: cutlass.Constexpr, at, full):
+        """64 rows of q or dout: every second piece from `where` on."""
+        ptx.arrive_expect(full, columns // SPAN * PIECE)
+        for span in cutlass.range_constexpr(columns // SPAN):
+            ptx.tensor_load(where + span * 2 * PIECE, tensor_map, (Int32(span * SPAN), *at), full, False)
+
+    # Does: all products. Produces: s_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
+    # Consumes: q_full, kv_full, s_free, p_ready, dkv_free, dq_free.
+    @cute.jit
+    def mma(self, at, n, by, smem, bar, tmem, work):
+        plan = self.plan
+        first, tiles, step = work
+        full_phase, free_phase, block_phase, s_phase, dkv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
+        for tile in cutlass.range(first, tiles, step):
+            blocks = self.blocks(at, n, by, tile)
+            ptx.wait(bar["q_full"], full_phase)
+            full_phase ^= 1
+            for i in cutlass.range(blocks):
+                ptx.wait(bar["kv_full"], block_phase)
+                ptx.wait(bar["s_free"], s_phase)
+                s_phase ^= 1
+                ptx.fence_after()
+                self.scores(smem, bar, tmem)
+                ptx.wait(bar["p_ready"], block_phase)
+                block_phase ^= 1
+                if i == 0:
+                    ptx.wait(bar["dq_free"], free_phase)
+                    free_phase ^= 1
+                ptx.fence_after()
+                self.dq(smem, bar, tmem, i > 0)
+                for chunk in cutlass.range_constexpr(plan.chunks):
+                    ptx.wait(bar["dkv_free"], dkv_phase)
+                    dkv_phase ^= 1
+                    ptx.fence_after()
+                    self.dkv(smem, bar, tmem, chunk)
+                with cute.arch.elect_one():
+                    ptx.commit(bar["p_free"], False)
+                if i == blocks - 1:
+                    with cute.arch.elect_one():
+                        ptx.commit(bar["q_free"], False)
+                        ptx.commit(bar["dq_ready"], False)
+
+    @cute.jit
+    def scores(self, smem, bar, tmem):
+        """S = q K^T in lanes 0 to 63, dP = dout V^T in 64 to 127; S of the tail by keys, as in the forward."""
+        plan = self.plan
+        shape = ptx.shape(self.dtype, 2 * ROWS_PER_CTA, BLOCK_K, False)
+        with cute.arch.elect_one():
+            for span in cutlass.range_constexpr(SPANS):
+                for k in cutlass.range_constexpr(STEPS):
+                    a = ptx.operand(smem["q_dout"] + span * 2 * PIECE + k * STEP * ITEM, **K_MAJOR)
+                    b = ptx.operand(smem["kv"] + span * PIECE + k * STEP * ITEM, **K_MAJOR)
+                    ptx.mma_rows(tmem + plan.tmem["s"].start, a, b, shape, span + k > 0)
+            if const_expr(plan.tail):
+                shape = ptx.shape(self.dtype, ROWS_PER_CTA, BLOCK_K, False)
+                for k in cutlass.range_constexpr(STEPS):
+                    a = ptx.operand(smem["q_dout"] + SPANS * 2 * PIECE + k * STEP * ITEM, **K_MAJOR)
+                    b = ptx.operand(smem["kv"] + SPANS * PIECE + k * STEP * ITEM, **K_MAJOR)
+                    d = tmem + plan.tmem["s_tail"].start
+                    ptx.mma(d, a, b, shape, k > 0, pair=False, a_in_tensor_memory=False)
+            ptx.commit(bar["s_ready"], False)
+
+    @cute.jit
+    def dq(self, smem, bar, tmem, accumulate):
+        """dq (+)= dS K: of each product's columns, the first half goes to lanes 0 to 63."""
+        plan = self.plan
+        with cute.arch.elect_one():
+            parts = [(plan.tmem["dq"].start + j * HALF // 2, j * HALF, HALF) for j in range(2)]
+            if const_expr(plan.tail):
+                parts.append((plan.tmem["dq_tail"].start, D_V, SPAN))
+            for column, d_0, width in parts:
+                shape = ptx.shape(self.dtype, ROWS_PER_CTA, width, True)
+                for k in cutlass.range_constexpr(STEPS):
+                    a = ptx.operand(smem["ds"] + k * STEP * ITEM, **K_MAJOR)
+                    b = ptx.operand(smem["kv"] + d_0 // SPAN * PIECE + k * MN_STEP, **mn_major(PIECE))
+                    more = accumulate if k == 0 else Boolean(True)
+                    ptx.mma(tmem + column, a, b, shape, more, pair=False, a_in_tensor_memory=False)
+            ptx.commit(bar["kv_free"], False)
+
+    @cute.jit
+    def dkv(self, smem, bar, tmem, chunk: cutlass.Constexpr):
+        """q^T dS and dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
+        plan = self.plan
+        is_tail = chunk == TAIL_CHUNK
+        spans = smem["q_dout"] + (2 * chunk - is_tail) * 2 * PIECE
+        shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
+        with cute.arch.elect_one():
+            for name, operand, offset in (("ds_q", "ds", 0), ("p_dout", "p", PIECE))[: 1 if is_tail else 2]:
+                for k in cutlass.range_constexpr(ROWS_PER_CTA // STEP):
+                    a = ptx.operand(spans + offset + k * MN_STEP, **mn_major(2 * PIECE))
+                    b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
+                    ptx.mma_rows(tmem + plan.tmem[name].start, a, b, shape, k > 0)
+            ptx.commit(bar["dkv_ready"], False)
+
+    # Does: P and dS; a thread (warpgroup w, lane l of tensor memory) owns keys 32 (l // 64) + 16 w and 15 more of row
+    # l % 64. Produces: s_free, p_ready. Consumes: s_ready, rows_ready, p_free.
+    @cute.jit
+    def softmax(self, at, n, by, smem, bar, tmem, part, warp, work, scale_log2):
+        plan = self.plan
+        first, tiles, step = work
+        lane = cute.arch.lane_idx()
+        group, quadrant = warp // 4, warp % 4
+        side = quadrant // 2
+        row = quadrant % 2 * WARP + lane
+        head, token = plan.rows.of(row, part)
+        s_phase, p_phase = Int32(0), Int32(1)
+        stage, phase = Int32(0), Int32(0)
+        for tile in cutlass.range(first, tiles, step):
+            lse, w, offset = self.statistics(at, n, tile, head, token)
+            for _ in cutlass.range(self.blocks(at, n, by, tile)):
+                ptx.wait(bar["rows_ready"] + 8 * stage, phase)
+                at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
+                mask = ptx.load_words(at_mask, 1, Uint32)[0] >> Uint32(group * KEYS)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    ptx.arrive(bar["rows_free"] + 8 * stage)
+                stage, phase = _next(stage, phase, ROW_STAGES)
+
+                # Own keys of S or dP, and those that the thread of the same row in the other half of the lanes owns.
+                ptx.wait(bar["s_ready"], s_phase)
+                s_phase ^= 1
+                ptx.fence_after()
+                columns = tmem + plan.tmem["s"].start + group * KEYS
+                own = ptx.load_columns(columns + side * HALF_K, KEYS)
+                given = ptx.load_columns(columns + (1 - side) * HALF_K, KEYS)
+                tail = [Float32(0.0)] * KEYS
+                if const_expr(plan.tail):
+                    tail = ptx.load_columns(tmem + plan.tmem["s_tail"].start + group * KEYS, KEYS)
+                cute.arch.fence_view_async_tmem_load()
+                ptx.fence_before()
+                self.arrive_warp(bar["s_free"])
+
+                # The exchange, P and dS lie where the block before had its P and dS.
+                ptx.wait(bar["p_free"], p_phase)
+                p_phase ^= 1
+                taken = self.exchange(smem, warp, lane, [Float32(0.0)] * KEYS, given)
+                cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=ROLE["softmax"].warps * WARP)
+                for key in cutlass.range_constexpr(KEYS):
+                    s = (own[key] if side == 0 else taken[key]) + tail[key]
+                    dp = taken[key] if side == 0 else own[key]
+                    p = cute.math.exp2(s * scale_log2 - lse, fastmath=True)
+                    p = p if (mask >> key) & 1 != 0 else Float32(0.0)
+                    own[key] = w * p
+                    taken[key] = p * (w * dp + offset)
+                self.store_operand(smem["p"], row, side * 4 + group * 2, own)
+                self.store_operand(smem["ds"], row, side * 4 + group * 2, taken)
+                cute.arch.fence_view_async_shared()
+                ptx.fence_before()
+                self.arrive_warp(bar["p_ready"])
+
+    @cute.jit
+    def store_operand(self, where, row, chunk, values):
+        """16 keys of a row, rounded, as two 16-byte chunks of a swizzled piece."""
+        words = ptx.pack_halves(values, self.dtype)
+        for vector in cutlass.range_constexpr(2):
+            there = where + row * (BLOCK_K * ITEM) + ((chunk + vector) ^ (row % 8)) * 16
+            ptx.store_words(there, words[4 * vector : 4 * vector + 4])
+
+    @cute.jit
+    def statistics(self, at, n, tile, head, token):
+        """(lse in base 2, w, dlse - w Delta) of a row; of a padded one, values that make P and dS zero."""
+        b, s, g = split(tile, n["token_tiles"], n["G"])
+        token = s * self.plan.rows.tokens + token
+        lse, w, offset = Float32.inf, Float32(0.0), Float32(0.0)
+        if (head < n["heads_per_group"]) & (token < n["S"]):
+            heads = n["G"] * n["heads_per_group"]
+            row = (Int64(b) * n["S"] + token) * heads + g * n["heads_per_group"] + head
+            plane = Int64(n["B"]) * n["S"] * heads
+            stats = _global(at["stats"], Float32)
+            lse, w, offset = stats[row], stats[row + plane], stats[row + 2 * plane]
+        return lse, w, offset
+
+    @cute.jit
+    def arrive_warp(self, barrier):
+        """One arrival of this warp."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.arrive(barrier)
+
+    # Does: adds dkv, stores dq. Lane l of tensor memory is column l of d (dkv), or row l % 64 (dq).
+    # Produces: dkv_free, dq_free. Consumes: dkv_ready, dq_ready, rows_ready.
+    @cute.jit
+    def epilogue(self, at, n, by, smem, bar, tmem, part, warp, work, sm_scale):
+        plan = self.plan
+        first, tiles, step = work
+        lane = cute.arch.lane_idx()
+        quadrant = warp - ROLE["epilogue"].first
+        stage, phase = Int32(0), Int32(0)
+        dkv_phase, dq_phase = Int32(0), Int32(0)
+        row_bytes = Int64(n["G"]) * (plan.D * 4)
+        for tile in cutlass.range(first, tiles, step):
+            b, _, g = split(tile, n["token_tiles"], n["G"])
+            # The first of the columns that this lane adds to, in row 0 of the batch entry and group.
+            target = at["dkv"] + Int64(b) * n["S_kv"] * row_bytes + Int64(g) * (plan.D * 4)
+            target += Int64(quadrant * WARP + lane // QUAD * QUAD) * 4
+            for _ in cutlass.range(self.blocks(at, n, by, tile)):
+                ptx.wait(bar["rows_ready"] + 8 * stage, phase)
+                numbers = smem["row_numbers"] + (stage * BLOCK_K + lane % QUAD) * 4
+                for chunk in cutlass.range_constexpr(plan.chunks):
+                    ptx.wait(bar["dkv_ready"], dkv_phase)
+                    dkv_phase ^= 1
+                    self.add_chunk(bar, tmem, chunk, lane, quadrant, numbers, target, row_bytes, sm_scale)
+                self.arrive_warp(bar["rows_free"] + 8 * stage)
+                stage, phase = _next(stage, phase, ROW_STAGES)
+            ptx.wait(bar["dq_ready"], dq_phase)
+            dq_phase ^= 1
+            self.store_dq(at, n, bar, tmem, tile, part, quadrant // 2, quadrant % 2 * WARP + lane, sm_scale)
+
+    @cute.jit
+    def add_chunk(self, bar, tmem, chunk: cutlass.Constexpr, lane, quadrant, numbers, target, row_bytes, sm_scale):
+        """128 columns of the block's 64 rows of dkv; of the tail, 64."""
+        plan = self.plan
+        is_tail = chunk == TAIL_CHUNK
+        ptx.fence_after()
+        values = []
+        for half in cutlass.range_constexpr(2):
+            scaled = ptx.load_columns(tmem + plan.tmem["ds_q"].start + half * HALF_K, HALF_K)
+            if const_expr(is_tail):
+                cute.arch.fence_view_async_tmem_load()
+                values += [x * sm_scale for x in scaled]
+            else:
+                plain = ptx.load_columns(tmem + plan.tmem["p_dout"].start + half * HALF_K, HALF_K)
+                cute.arch.fence_view_async_tmem_load()
+                values += [x * sm_scale + y for x, y in zip(scaled, plain, strict=True)]
+        ptx.fence_before()
+        self.arrive_warp(bar["dkv_free"])
+        target += (chunk * CHUNK - (SPAN if is_tail else 0)) * 4
+        for quad in cutlass.range_constexpr(BLOCK_K // QUAD):
+            four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
+            row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
+            wanted = row >= 0
+            if const_expr(is_tail):
+                wanted = wanted & (quadrant >= 2)
+            if wanted:
+                ptx.add_global(target + row * row_bytes, four)
+
+    @cute.jit
+    def store_dq(self, at, n, bar, tmem, tile, part, side, row, sm_scale):
+        """dq of a tile: lanes 0 to 63 have the first half of each product's columns."""
+        plan = self.plan
+        ptx.fence_after()
+        b, s, g = split(tile, n["token_tiles"], n["G"])
+        head, token = plan.rows.of(row, part)
+        token += s * plan.rows.tokens
+        real = (head < n["heads_per_group"]) & (token < n["S"])
+        which = (Int64(b) * n["S"] + token) * (n["G"] * n["heads_per_group"]) + g * n["heads_per_group"] + head
+        target = at["dq"] + which * (plan.D * ITEM)
+        # (tensor-memory column, column of d in the first half of the lanes, distance of the other half's)
+        columns = [
+            (plan.tmem["dq"].start + x, x // (HALF // 2) * HALF + x % (HALF // 2), HALF // 2)
+            for x in range(0, HALF, WARP)
+        ]
+        if const_expr(plan.tail):
+            columns.append((plan.tmem["dq_tail"].start, D_V, SPAN // 2))
+        for column, d_0, other in columns:
+            values = ptx.load_columns(tmem + column, WARP)
+            cute.arch.fence_view_async_tmem_load()
+            words = ptx.pack_halves([v * sm_scale for v in values], self.dtype)
+            if real:
+                there = target + (d_0 + side * other) * ITEM
+                for vector in cutlass.range_constexpr(WARP * ITEM // 16):
+                    ptx.store_global(there + vector * 16, words[4 * vector : 4 * vector + 4])
+        ptx.fence_before()
+        self.arrive_warp(bar["dq_free"])
+
+
+def mn_major(leading: int) -> dict[str, int]:
+    """Strides of a swizzled operand whose rows are K: spans of MN lie `leading` bytes apart."""
+    return dict(leading=leading, stride=8 * SPAN * ITEM)
+
+
+@cute.jit
+def turn(values, lane):
+    """Four lanes' 4 x 4 values transposed: lane `l` gets value `l % 4` of each of its quad."""
+    a, b, c, d = values
+    a, b = _trade(a, b, lane, 1)
+    c, d = _trade(c, d, lane, 1)
+    a, c = _trade(a, c, lane, 2)
+    b, d = _trade(b, d, lane, 2)
+    return a, b, c, d
+
+
+@cute.jit
+def _trade(a, b, lane, step: cutlass.Constexpr):
+    """A lower lane's second value for the first of the lane `step` above it."""
+    upper = (lane & step) != 0
+    other = cute.arch.shuffle_sync_bfly(a if upper else b, offset=step)
+    return (other if upper else a), (b if upper else other)
