@@ -175,7 +175,7 @@ class Backward(Forward):
                         found = ptx.load_words(numbers + quad * 16, 4)
                         rows.append([row_base + i * n["row_s"] if i >= 0 else n["kv_rows"] for i in found])
                     ptx.arrive_expect(bar["kv_full"], HALF_K * plan.D * ITEM)
-                    for span in cutlass.range_constexpr(plan.D // SPAN):
+                    for span in cutlass.range(plan.D // SPAN, unroll=1):
                         where = smem["kv"] + span * PIECE + half * (HALF_K * SPAN * ITEM)
                         self.gather_rows(where, kv_map, Int32(span * SPAN), rows, bar["kv_full"])
                 cute.arch.sync_warp()
@@ -214,11 +214,16 @@ class Backward(Forward):
                     free_phase ^= 1
                 ptx.fence_after()
                 self.dq(smem, bar, tmem, i > 0)
-                for chunk in cutlass.range_constexpr(plan.chunks):
+                for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
                     ptx.wait(bar["dkv_free"], dkv_phase)
                     dkv_phase ^= 1
                     ptx.fence_after()
-                    self.dkv(smem, bar, tmem, chunk)
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + chunk * (4 * PIECE), False)
+                if const_expr(plan.tail):
+                    ptx.wait(bar["dkv_free"], dkv_phase)
+                    dkv_phase ^= 1
+                    ptx.fence_after()
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + (SPANS - 1) * (2 * PIECE), True)
                 with cute.arch.elect_one():
                     ptx.commit(bar["p_free"], False)
                 if i == blocks - 1:
@@ -230,13 +235,9 @@ class Backward(Forward):
     def scores(self, smem, bar, tmem):
         """S = q K^T in lanes 0 to 63, dP = dout V^T in 64 to 127; S of the tail by keys, as in the forward."""
         plan = self.plan
-        shape = ptx.shape(self.dtype, 2 * ROWS_PER_CTA, BLOCK_K, False)
         with cute.arch.elect_one():
             for span in cutlass.range_constexpr(SPANS):
-                for k in cutlass.range_constexpr(STEPS):
-                    a = ptx.operand(smem["q_dout"] + span * 2 * PIECE + k * STEP * ITEM, **K_MAJOR)
-                    b = ptx.operand(smem["kv"] + span * PIECE + k * STEP * ITEM, **K_MAJOR)
-                    ptx.mma_rows(tmem + plan.tmem["s"].start, a, b, shape, span + k > 0)
+                self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span)
             if const_expr(plan.tail):
                 shape = ptx.shape(self.dtype, ROWS_PER_CTA, BLOCK_K, False)
                 for k in cutlass.range_constexpr(STEPS):
@@ -245,6 +246,14 @@ class Backward(Forward):
                     d = tmem + plan.tmem["s_tail"].start
                     ptx.mma(d, a, b, shape, k > 0, pair=False, a_in_tensor_memory=False)
             ptx.commit(bar["s_ready"], False)
+
+    @cute.jit
+    def score_span(self, heads, keys, tmem, accumulate):
+        """64 columns of q and dout, and of K."""
+        shape = ptx.shape(self.dtype, 2 * ROWS_PER_CTA, BLOCK_K, False)
+        for k in cutlass.range_constexpr(STEPS):
+            a, b = (ptx.operand(start + k * STEP * ITEM, **K_MAJOR) for start in (heads, keys))
+            ptx.mma_rows(tmem + self.plan.tmem["s"].start, a, b, shape, accumulate + k > 0)
 
     @cute.jit
     def dq(self, smem, bar, tmem, accumulate):
@@ -264,11 +273,9 @@ class Backward(Forward):
             ptx.commit(bar["kv_free"], False)
 
     @cute.jit
-    def dkv(self, smem, bar, tmem, chunk: cutlass.Constexpr):
+    def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr):
         """q^T dS and dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
         plan = self.plan
-        is_tail = chunk == TAIL_CHUNK
-        spans = smem["q_dout"] + (2 * chunk - is_tail) * 2 * PIECE
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
             for name, operand, offset in (("ds_q", "ds", 0), ("p_dout", "p", PIECE))[: 1 if is_tail else 2]:
@@ -382,10 +389,17 @@ class Backward(Forward):
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 numbers = smem["row_numbers"] + (stage * BLOCK_K + lane % QUAD) * 4
-                for chunk in cutlass.range_constexpr(plan.chunks):
+                for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
                     ptx.wait(bar["dkv_ready"], dkv_phase)
                     dkv_phase ^= 1
-                    self.add_chunk(bar, tmem, chunk, lane, quadrant, numbers, target, row_bytes, sm_scale)
+                    values = self.take_chunk(bar, tmem, False, sm_scale)
+                    add_rows(values, target + chunk * (CHUNK * 4), row_bytes, numbers, lane)
+                if const_expr(plan.tail):
+                    ptx.wait(bar["dkv_ready"], dkv_phase)
+                    dkv_phase ^= 1
+                    values = self.take_chunk(bar, tmem, True, sm_scale)
+                    if quadrant >= 2:
+                        add_rows(values, target + (D_V - SPAN) * 4, row_bytes, numbers, lane)
                 self.arrive_warp(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
             ptx.wait(bar["dq_ready"], dq_phase)
@@ -393,10 +407,9 @@ class Backward(Forward):
             self.store_dq(at, n, bar, tmem, tile, part, quadrant // 2, quadrant % 2 * WARP + lane, sm_scale)
 
     @cute.jit
-    def add_chunk(self, bar, tmem, chunk: cutlass.Constexpr, lane, quadrant, numbers, target, row_bytes, sm_scale):
-        """128 columns of the block's 64 rows of dkv; of the tail, 64."""
+    def take_chunk(self, bar, tmem, is_tail: cutlass.Constexpr, sm_scale):
+        """This lane's column of d of the block's 64 rows of dkv."""
         plan = self.plan
-        is_tail = chunk == TAIL_CHUNK
         ptx.fence_after()
         values = []
         for half in cutlass.range_constexpr(2):
@@ -410,15 +423,7 @@ class Backward(Forward):
                 values += [x * sm_scale + y for x, y in zip(scaled, plain, strict=True)]
         ptx.fence_before()
         self.arrive_warp(bar["dkv_free"])
-        target += (chunk * CHUNK - (SPAN if is_tail else 0)) * 4
-        for quad in cutlass.range_constexpr(BLOCK_K // QUAD):
-            four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
-            row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
-            wanted = row >= 0
-            if const_expr(is_tail):
-                wanted = wanted & (quadrant >= 2)
-            if wanted:
-                ptx.add_global(target + row * row_bytes, four)
+        return values
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, part, side, row, sm_scale):
@@ -453,6 +458,16 @@ class Backward(Forward):
 def mn_major(leading: int) -> dict[str, int]:
     """Strides of a swizzled operand whose rows are K: spans of MN lie `leading` bytes apart."""
     return dict(leading=leading, stride=8 * SPAN * ITEM)
+
+
+@cute.jit
+def add_rows(values, target, row_bytes, numbers, lane):
+    """Adds a column of 64 rows, turned so that a quad of lanes adds four columns of four rows; not of invalid slots."""
+    for quad in cutlass.range_constexpr(BLOCK_K // QUAD):
+        four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
+        row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
+        if row >= 0:
+            ptx.add_global(target + row * row_bytes, four)
 
 
 @cute.jit
