@@ -235,9 +235,10 @@ class Backward(Forward):
     def scores(self, smem, bar, tmem):
         """S = q K^T in lanes 0 to 63, dP = dout V^T in 64 to 127; S of the tail by keys, as in the forward."""
         plan = self.plan
+        for span in cutlass.range(SPANS, unroll=1):
+            with cute.arch.elect_one():
+                self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span > 0)
         with cute.arch.elect_one():
-            for span in cutlass.range_constexpr(SPANS):
-                self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span)
             if const_expr(plan.tail):
                 shape = ptx.shape(self.dtype, ROWS_PER_CTA, BLOCK_K, False)
                 for k in cutlass.range_constexpr(STEPS):
@@ -252,25 +253,34 @@ class Backward(Forward):
         """64 columns of q and dout, and of K."""
         shape = ptx.shape(self.dtype, 2 * ROWS_PER_CTA, BLOCK_K, False)
         for k in cutlass.range_constexpr(STEPS):
-            a, b = (ptx.operand(start + k * STEP * ITEM, **K_MAJOR) for start in (heads, keys))
-            ptx.mma_rows(tmem + self.plan.tmem["s"].start, a, b, shape, accumulate + k > 0)
+            a = ptx.operand(heads + k * STEP * ITEM, **K_MAJOR)
+            b = ptx.operand(keys + k * STEP * ITEM, **K_MAJOR)
+            more = accumulate if k == 0 else Boolean(True)
+            ptx.mma_rows(tmem + self.plan.tmem["s"].start, a, b, shape, more)
 
     @cute.jit
     def dq(self, smem, bar, tmem, accumulate):
         """dq (+)= dS K: of each product's columns, the first half goes to lanes 0 to 63."""
         plan = self.plan
+        for j in cutlass.range(2, unroll=1):
+            with cute.arch.elect_one():
+                keys = smem["kv"] + j * (HALF // SPAN * PIECE)
+                self.dq_columns(smem["ds"], keys, tmem + plan.tmem["dq"].start + j * (HALF // 2), HALF, accumulate)
         with cute.arch.elect_one():
-            parts = [(plan.tmem["dq"].start + j * HALF // 2, j * HALF, HALF) for j in range(2)]
             if const_expr(plan.tail):
-                parts.append((plan.tmem["dq_tail"].start, D_V, SPAN))
-            for column, d_0, width in parts:
-                shape = ptx.shape(self.dtype, ROWS_PER_CTA, width, True)
-                for k in cutlass.range_constexpr(STEPS):
-                    a = ptx.operand(smem["ds"] + k * STEP * ITEM, **K_MAJOR)
-                    b = ptx.operand(smem["kv"] + d_0 // SPAN * PIECE + k * MN_STEP, **mn_major(PIECE))
-                    more = accumulate if k == 0 else Boolean(True)
-                    ptx.mma(tmem + column, a, b, shape, more, pair=False, a_in_tensor_memory=False)
+                keys = smem["kv"] + SPANS * PIECE
+                self.dq_columns(smem["ds"], keys, tmem + plan.tmem["dq_tail"].start, SPAN, accumulate)
             ptx.commit(bar["kv_free"], False)
+
+    @cute.jit
+    def dq_columns(self, ds, keys, d, width: cutlass.Constexpr, accumulate):
+        """`width` columns of d, of which each half of the lanes gets one half."""
+        shape = ptx.shape(self.dtype, ROWS_PER_CTA, width, True)
+        for k in cutlass.range_constexpr(STEPS):
+            a = ptx.operand(ds + k * STEP * ITEM, **K_MAJOR)
+            b = ptx.operand(keys + k * MN_STEP, **mn_major(PIECE))
+            more = accumulate if k == 0 else Boolean(True)
+            ptx.mma(d, a, b, shape, more, pair=False, a_in_tensor_memory=False)
 
     @cute.jit
     def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr):
@@ -392,14 +402,14 @@ class Backward(Forward):
                 for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
                     ptx.wait(bar["dkv_ready"], dkv_phase)
                     dkv_phase ^= 1
-                    values = self.take_chunk(bar, tmem, False, sm_scale)
-                    add_rows(values, target + chunk * (CHUNK * 4), row_bytes, numbers, lane)
+                    self.add_chunk(
+                        bar, tmem, False, target + chunk * (CHUNK * 4), row_bytes, numbers, lane, quadrant, sm_scale
+                    )
                 if const_expr(plan.tail):
                     ptx.wait(bar["dkv_ready"], dkv_phase)
                     dkv_phase ^= 1
-                    values = self.take_chunk(bar, tmem, True, sm_scale)
-                    if quadrant >= 2:
-                        add_rows(values, target + (D_V - SPAN) * 4, row_bytes, numbers, lane)
+                    tail = target + (D_V - SPAN) * 4
+                    self.add_chunk(bar, tmem, True, tail, row_bytes, numbers, lane, quadrant, sm_scale)
                 self.arrive_warp(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
             ptx.wait(bar["dq_ready"], dq_phase)
@@ -407,23 +417,27 @@ class Backward(Forward):
             self.store_dq(at, n, bar, tmem, tile, part, quadrant // 2, quadrant % 2 * WARP + lane, sm_scale)
 
     @cute.jit
-    def take_chunk(self, bar, tmem, is_tail: cutlass.Constexpr, sm_scale):
-        """This lane's column of d of the block's 64 rows of dkv."""
+    def add_chunk(self, bar, tmem, is_tail: cutlass.Constexpr, target, row_bytes, numbers, lane, quadrant, sm_scale):
+        """Adds this lane's column of d of the block's 64 rows; by halves, since 64 values at once would spill."""
         plan = self.plan
         ptx.fence_after()
-        values = []
         for half in cutlass.range_constexpr(2):
-            scaled = ptx.load_columns(tmem + plan.tmem["ds_q"].start + half * HALF_K, HALF_K)
-            if const_expr(is_tail):
-                cute.arch.fence_view_async_tmem_load()
-                values += [x * sm_scale for x in scaled]
-            else:
+            values = ptx.load_columns(tmem + plan.tmem["ds_q"].start + half * HALF_K, HALF_K)
+            cute.arch.fence_view_async_tmem_load()
+            values = [x * sm_scale for x in values]
+            if const_expr(not is_tail):
                 plain = ptx.load_columns(tmem + plan.tmem["p_dout"].start + half * HALF_K, HALF_K)
                 cute.arch.fence_view_async_tmem_load()
-                values += [x * sm_scale + y for x, y in zip(scaled, plain, strict=True)]
-        ptx.fence_before()
-        self.arrive_warp(bar["dkv_free"])
-        return values
+                values = [x + y for x, y in zip(values, plain, strict=True)]
+            if const_expr(half == 1):
+                ptx.fence_before()
+                self.arrive_warp(bar["dkv_free"])
+            # Of the tail, lanes 0 to 63 have columns that another chunk has added.
+            if const_expr(is_tail):
+                if quadrant >= 2:
+                    add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane)
+            else:
+                add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane)
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, part, side, row, sm_scale):
@@ -462,8 +476,8 @@ def mn_major(leading: int) -> dict[str, int]:
 
 @cute.jit
 def add_rows(values, target, row_bytes, numbers, lane):
-    """Adds a column of 64 rows, turned so that a quad of lanes adds four columns of four rows; not of invalid slots."""
-    for quad in cutlass.range_constexpr(BLOCK_K // QUAD):
+    """Adds a column of 32 rows, turned so that a quad of lanes adds four columns of four rows; not of invalid slots."""
+    for quad in cutlass.range_constexpr(HALF_K // QUAD):
         four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
         row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
         if row >= 0:
