@@ -109,8 +109,12 @@ TABLE: tuple[ConfigRow, ...] = (
     ),
     ConfigRow(
         "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),
-        SparseAttentionConfig(fwd_threads=512, fwd_stages=5, fwd_block_k=64, tokens_per_tile=1),
-        reason="a ring of five slots of KV fills shared memory; one CTA up to 64 heads, a pair of CTAs above",
+        SparseAttentionConfig(
+            fwd_threads=512, fwd_stages=5, fwd_block_k=64,
+            bwd_threads=512, bwd_stages=1, bwd_block_k=64, bwd_split_store=4, tokens_per_tile=1,
+        ),
+        reason="forward: a ring of five slots of KV fills shared memory; one CTA up to 64 heads, a pair of CTAs above. "
+        "backward: q, dout, one block of KV, P and dS fill it; a CTA for each 64 heads",
         figure="none: no Blackwell GPU has run it; right in the simulator",
     ),
     ConfigRow(

@@ -348,7 +348,6 @@ class Backward(Forward):
                 self.store_operand(smem["p"], row, side * 4 + group * 2, own)
                 self.store_operand(smem["ds"], row, side * 4 + group * 2, taken)
                 cute.arch.fence_view_async_shared()
-                ptx.fence_before()
                 self.arrive_warp(bar["p_ready"])
 
     @cute.jit
@@ -433,11 +432,8 @@ class Backward(Forward):
                 ptx.fence_before()
                 self.arrive_warp(bar["dkv_free"])
             # Of the tail, lanes 0 to 63 have columns that another chunk has added.
-            if const_expr(is_tail):
-                if quadrant >= 2:
-                    add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane)
-            else:
-                add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane)
+            mine = quadrant >= 2 if is_tail else Boolean(True)
+            add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane, mine)
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, part, side, row, sm_scale):
@@ -475,12 +471,12 @@ def mn_major(leading: int) -> dict[str, int]:
 
 
 @cute.jit
-def add_rows(values, target, row_bytes, numbers, lane):
+def add_rows(values, target, row_bytes, numbers, lane, mine):
     """Adds a column of 32 rows, turned so that a quad of lanes adds four columns of four rows; not of invalid slots."""
     for quad in cutlass.range_constexpr(HALF_K // QUAD):
         four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
         row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
-        if row >= 0:
+        if mine & (row >= 0):
             ptx.add_global(target + row * row_bytes, four)
 
 

@@ -41,11 +41,6 @@ class BackwardPlan(Plan):
         """CTAs that a tile is cut into."""
         return self.rows.ctas
 
-    @property
-    def chunks(self) -> int:
-        """dkv products of a block, the tail's included."""
-        return D_V // CHUNK + bool(self.tail)
-
     @cached_property
     def barriers(self) -> tuple[Barrier, ...]:
         return (

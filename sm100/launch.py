@@ -17,9 +17,9 @@ from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
 from . import preprocess, unions
-from .backward_plan import KV_STAGES, BackwardPlan
+from .backward_plan import CHUNK, KV_STAGES, BackwardPlan
 from .heads import ROWS_PER_CTA, Rows, rows_for
-from .plan import BLOCK_K, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
+from .plan import BLOCK_K, D_V, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -100,7 +100,7 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
     forward, backward = plan_of(problem, config), backward_plan_of(problem, config)
     built = {
         "fwd_threads": THREADS, "fwd_stages": SLOTS, "fwd_block_k": BLOCK_K,
-        "bwd_threads": THREADS, "bwd_stages": KV_STAGES, "bwd_block_k": BLOCK_K, "bwd_split_store": backward.chunks,
+        "bwd_threads": THREADS, "bwd_stages": KV_STAGES, "bwd_block_k": BLOCK_K, "bwd_split_store": D_V // CHUNK,
     }  # fmt: skip
     for name, value in built.items():
         wished = getattr(config, name)

@@ -6,6 +6,7 @@ The PTX is the one that CuTe DSL hands to its own assembler. A toolkit that is o
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -22,23 +23,24 @@ ARCHITECTURES = ("sm_100a", "sm_103a")
 
 def plans() -> Iterator[object]:
     """Every plan that the launch code can ask for, for each architecture."""
+    from cute_sparse_mla.sm100.backward_plan import BackwardPlan
     from cute_sparse_mla.sm100.heads import rows_for
     from cute_sparse_mla.sm100.launch import TOKENS_PER_TILE
     from cute_sparse_mla.sm100.plan import Plan
 
-    for arch in ARCHITECTURES:
-        for D in (512, 576):
-            for dtype in ("bfloat16", "float16"):
-                for tokens in TOKENS_PER_TILE:
-                    for rows in (64, 128):
-                        for index in ("int32", "int64") if tokens == 1 else ("int32",):
-                            yield Plan(D, dtype, index, rows_for(rows // tokens, tokens), arch)
+    for kind, arch, D in itertools.product((Plan, BackwardPlan), ARCHITECTURES, (512, 576)):
+        for dtype in ("bfloat16", "float16"):
+            for tokens in TOKENS_PER_TILE:
+                for rows in (64, 128):
+                    for index in ("int32", "int64") if tokens == 1 else ("int32",):
+                        yield kind(D, dtype, index, rows_for(rows // tokens, tokens), arch)
 
 
 def name(plan: object) -> str:
     """A row's name in the results."""
     rows = plan.rows
-    return f"{plan.arch} D{plan.D} {plan.dtype} {plan.index_dtype} {rows.tokens} x {rows.padded_heads} rows"
+    backward = "backward " if hasattr(plan, "parts") else ""
+    return f"{backward}{plan.arch} D{plan.D} {plan.dtype} {plan.index_dtype} {rows.tokens} x {rows.padded_heads} rows"
 
 
 def assemble(ptx: str, arch: str) -> dict[str, object]:
