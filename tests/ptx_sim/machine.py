@@ -44,6 +44,8 @@ class AsyncOp:
     run: Callable[[], None]
     split: Split
     index: int
+    # The lanes that issued it.
+    mask: np.ndarray
 
 
 class Waitable:
@@ -314,6 +316,8 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.live_warps -= 1
+        if self.machine.observer is not None:
+            self.machine.observer.warp_end(warp)
         # An exited warp holds up no barrier that counts all threads of the CTA or cluster.
         self.cluster.barrier.check()
         for barrier in self.barriers.values():
@@ -370,6 +374,7 @@ class Machine:
         resident: int = 1,
         observer: object = None,
         policy: object = None,
+        order: object = None,
         limit: int = 3000,
     ) -> None:
         self.program = program
@@ -377,6 +382,7 @@ class Machine:
         self.memory = memory
         self.observer = observer
         self.policy = policy
+        self.order = order
         self.resident = resident
         self.limit = limit
         self.shared_size = SHARED_RESERVED + program.static_shared + launch.shared_bytes
@@ -468,11 +474,15 @@ class Machine:
                 self.ready.append(split)
             cta.live_warps = len(cta.warps)
         self.running.append(cluster)
+        if self.observer is not None:
+            self.observer.cluster_start(cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         if self.policy is not None:
             # Work that nobody waited for still completes before the memory is given back.
             self.policy.flush()
+        if self.observer is not None:
+            self.observer.cluster_end(cluster)
         self.running.remove(cluster)
         self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
@@ -507,7 +517,7 @@ class Machine:
                 if quiet > 3 or not self._time_out():
                     raise Deadlock(self.deadlock_report())
                 continue
-            self.run_split(ready.popleft())
+            self.run_split(ready.popleft() if self.order is None else self.order.choose(ready))
 
     def _time_out(self) -> bool:
         found = False
