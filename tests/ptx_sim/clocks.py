@@ -1,8 +1,8 @@
 """Vector clocks of a cluster: who is an actor, what each lane knows of the others, how knowledge travels.
 
-An *actor* is a lane or an asynchronous stream: the cp.async, bulk copies, tensor-memory loads and stores and tensor-core
-work of a warp, the wgmma of a warpgroup, the copies that signal one mbarrier. An *epoch* is an actor, the actor's clock
-and the instruction, packed into an int64; the memory history stores epochs (FastTrack, Flanagan and Freund 2009).
+An *actor* is a lane or an asynchronous stream: the cp.async, bulk copies, tensor-memory loads and stores and
+tensor-core work of a warp, the wgmma of a warpgroup, the copies that signal one mbarrier. An *epoch* is an actor, its
+clock and the instruction, packed into an int64; the memory history stores epochs (FastTrack, Flanagan and Freund 2009).
 
 Knowledge is an array [rows, actors]: the clock up to which everything that an actor did is
 
@@ -85,6 +85,7 @@ class WarpClock:
         # What a fence before a relaxed store or arrival hands on, and what relaxed loads saw before a fence.
         self.fence_release: np.ndarray | None = None
         self.fence_acquire: np.ndarray | None = None
+        self.fence_foreign: dict[int, np.ndarray] = {}
 
     def part(self, mask: np.ndarray) -> list[Group]:
         """The groups of exactly the lanes in `mask`, split off where others share their knowledge."""
@@ -186,7 +187,9 @@ class ClusterClocks:
         self.warps: dict[int, WarpClock] = {}
         warps = [warp for cta in cluster.ctas for warp in cta.warps]
         self.first_barrier = len(warps) * PER_WARP
-        self.actors = self.first_barrier + BARRIERS
+        # The launch before this one, for programmatic dependent launches.
+        self.previous = self.first_barrier + BARRIERS
+        self.actors = self.previous + 1
         if self.actors > ACTOR:
             raise OverflowError(f"{self.actors} actors in a cluster of {len(warps)} warps; an epoch holds {ACTOR}")
         self.order = [WarpClock(self, warp, n) for n, warp in enumerate(warps)]
@@ -199,7 +202,7 @@ class ClusterClocks:
             own[:] = n % 40
             own[[BULK_READ, BULK_WRITE]] = 40 + n % 8
             own[[TENSOR, WGMMA]] = 48 + n % 8
-        self.slots[self.first_barrier :] = 56 + np.arange(BARRIERS) % 8
+        self.slots[self.first_barrier :] = 56 + np.arange(BARRIERS + 1) % 8
 
     def head(self, index: int) -> int:
         return index << SITE_SHIFT | self.number << CLUSTER_SHIFT
@@ -216,6 +219,8 @@ class ClusterClocks:
 
     def name(self, actor: int) -> str:
         """An actor in words."""
+        if actor == self.previous:
+            return "the launch before this one"
         if actor >= self.first_barrier:
             number = actor - self.first_barrier
             where = self.cluster.shared.describe(self.barriers[number].address) if number < len(self.barriers) else "?"

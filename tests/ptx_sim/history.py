@@ -173,7 +173,8 @@ class Space:
         if self.shared_by_clusters:
             # Actor numbers of another cluster mean others: without a flag between them nothing orders clusters.
             mine = (epoch if isinstance(epoch, int) else int(epoch[0, 0])) >> CLUSTER_SHIFT & CLUSTER
-            other = ((epochs >> CLUSTER_SHIFT & CLUSTER) != mine) & (epochs != 0)
+            numbers = epochs >> CLUSTER_SHIFT & CLUSTER
+            other = (numbers != mine) & (numbers != 0)
             bad |= other
             if bad.any() and own is not None:
                 bad &= _foreign(epochs, own) | other

@@ -142,6 +142,8 @@ class ClusterState:
         self.wgmma_parts: dict[tuple, list[np.ndarray]] = {}
         self.latest_wgmma: tuple = ()
         # Per CTA what its warps knew when they ended, and who must be known there: actor -> (clock, instruction, what).
+        # What lies before some fence.proxy.tensormap.
+        self.maps = self.clocks.fresh(3)
         self.exit = [self.clocks.fresh(3) for _ in cluster.ctas]
         self.guests: list[dict[int, tuple[int, int, str]]] = [{} for _ in cluster.ctas]
 
@@ -152,7 +154,12 @@ class Races(Observer):
     `stop` raises RaceFound at the first; `ignore` are kinds that are not reported.
     """
 
-    def __init__(self, stop: bool = False, limit: int = 50, ignore: tuple = (), allow: object = None) -> None:
+    def __init__(
+        self, stop: bool = False, limit: int = 50, ignore: tuple = (), allow: object = None, previous: tuple = ()
+    ) -> None:
+        # (address, bytes) that the launch before this one writes, if this one may start before that has ended
+        # (programmatic dependent launch): griddepcontrol.wait orders them.
+        self.previous = previous
         self.stop = stop
         self.limit = limit
         self.ignore = ignore
@@ -166,11 +173,13 @@ class Races(Observer):
         self.spaces: dict[int, Space] = {}
         self.flags: dict[tuple, np.ndarray] = {}
         self.foreign: dict[int, dict[int, np.ndarray]] = {}
+        # Synchronisation instructions that took effect.
+        self.executed: set[int] = set()
         self._seen: set = set()
         self._semantics: dict[int, Semantics] = {}
         self._names: dict[int, ClusterState] = {}
 
-    # Reports ----------------------------------------------------------------------------------------------------------
+    # Reports ---------------------------------------------------------------------------------------------------------
 
     def _report(self, kind: str, first: int, second: int, text: str) -> None:
         if kind in self.ignore or (kind, first, second) in self._seen or len(self.races) >= self.limit:
@@ -195,7 +204,9 @@ class Races(Observer):
         cluster = earlier >> clocks.CLUSTER_SHIFT & clocks.CLUSTER
         later_epoch = epoch if isinstance(epoch, int) else int(epoch[0, 0])
         later = actor_of(later_epoch)
-        if cluster != state.clocks.number:
+        if actor == state.clocks.previous:
+            missing = "griddepcontrol.wait"
+        elif cluster != state.clocks.number:
             known = self.foreign.get(state.clocks.number, {}).get(cluster)
             if known is not None and known[actor] >= earlier & clocks.CLOCK:
                 return
@@ -209,15 +220,18 @@ class Races(Observer):
             site,
             index,
             f"{kind} race at {where}\n"
-            f"  {found.earlier_kind} by {owner.clocks.name(actor)}\n    at {self._where(site)}\n"
+            f"  {found.earlier_kind} by {owner.clocks.name(actor)}\n{self._at(site, actor, state)}"
             f"  {what} by {state.clocks.name(later)}\n    at {self._where(index)}\n"
             f"  missing: {missing}",
         )
 
+    def _at(self, site: int, actor: int, state: ClusterState) -> str:
+        return "" if actor == state.clocks.previous else f"    at {self._where(site)}\n"
+
     def _missing(self, state: ClusterState, row: int, actor: int, clock: int, later: int) -> str:
         """The edge that would order the pair, in words."""
         if row == PROXY:
-            return "they are ordered, but no fence.proxy.async lies between"
+            return "they are ordered, but no fence.proxy.async (of a tensor map: fence.proxy.tensormap) lies between"
         per_warp, first = clocks.PER_WARP, state.clocks.first_barrier
         if actor >= first:
             return f"no wait on phase {clock - 1} of the mbarrier that the copy signals lies between"
@@ -234,7 +248,7 @@ class Races(Observer):
             clocks.WGMMA: "no wgmma.wait_group after a commit_group lies between",
         }.get(part, "no chain of arrivals (release) and waits (acquire) leads from the first to the second")
 
-    # Lifetimes --------------------------------------------------------------------------------------------------------
+    # Lifetimes -------------------------------------------------------------------------------------------------------
 
     def cluster_start(self, cluster: Cluster) -> None:
         self.machine = cluster.machine
@@ -275,7 +289,7 @@ class Races(Observer):
         state = self.clusters[id(split.cta.cluster)]
         return state, state.clocks.warps[id(split.warp)]
 
-    # Accesses ---------------------------------------------------------------------------------------------------------
+    # Accesses --------------------------------------------------------------------------------------------------------
 
     def access(
         self, split: Split, mask: np.ndarray, index: int, space: str, address: np.ndarray, size: int, kind: str
@@ -368,6 +382,10 @@ class Races(Observer):
             space.bytes = item.end - item.floor
             space.base = item.floor
             space.shared_by_clusters = len(self._names) > 1 or len(self.clusters) > 1
+            for address, size in self.previous:
+                if item.base <= address and address + size <= item.end:
+                    actor = next(iter(self._names.values())).clocks.previous
+                    space.last[space.range_of(address - item.floor, size)] = actor << clocks.CLOCK_BITS | 1
         return space
 
     def _touch(
@@ -429,7 +447,14 @@ class Races(Observer):
         cluster = next(iter(self.clusters.values())).clocks.cluster
         return cluster.shared.describe(part.base | offset)
 
-    # Flags: release and acquire through memory --------------------------------------------------------------------------
+    def griddepcontrol(self, split: Split, mask: np.ndarray, index: int, action: str) -> None:
+        self.executed.add(index)
+        if action == "wait":
+            state, warp = self._of(split)
+            for group in warp.part(mask):
+                group.known[:2, state.clocks.previous] = 1
+
+    # Flags: release and acquire through memory -----------------------------------------------------------------------
 
     def _flags(
         self,
@@ -476,11 +501,12 @@ class Races(Observer):
                 np.maximum(warp.fence_acquire, known, out=warp.fence_acquire)
             return
         # Knowledge of other clusters is kept per cluster: whoever of it waits for the flag stands for all.
-        mine = self.foreign.setdefault(state.clocks.number, {})
+        mine = self.foreign.setdefault(state.clocks.number, {}) if how.acquire else warp.fence_foreign
         row = mine.setdefault(number, np.zeros(known.shape[1], np.int32))
         np.maximum(row, known[ORDER], out=row)
 
     def fence(self, split: Split, mask: np.ndarray, index: int, kind: str) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         if kind.startswith("proxy.async"):
             warp.proxy_fence(mask)
@@ -500,21 +526,29 @@ class Races(Observer):
         elif kind == "tcgen05.fence::after_thread_sync":
             for group in warp.part(mask):
                 np.maximum(group.known[AFTER], group.known[BEFORE], out=group.known[AFTER])
+        elif kind.startswith("proxy.tensormap"):
+            warp.release(mask, state.maps)
         elif not kind.startswith("proxy"):
             if warp.fence_acquire is not None:
                 warp.acquire(mask, warp.fence_acquire)
+            mine = self.foreign.setdefault(state.clocks.number, {})
+            for number, known in warp.fence_foreign.items():
+                row = mine.setdefault(number, known.copy())
+                np.maximum(row, known, out=row)
             warp.fence_release = state.clocks.fresh(3)
             warp.release(mask, warp.fence_release)
 
-    # Thread barriers ----------------------------------------------------------------------------------------------------
+    # Thread barriers -------------------------------------------------------------------------------------------------
 
     def warp_sync(self, split: Split, mask: np.ndarray, index: int) -> None:
+        self.executed.add(index)
         self._of(split)[1].meet(mask)
 
     def _meeting(self, state: ClusterState, split: Split, barrier: NamedBarrier) -> Meeting:
         return state.meetings.setdefault((split.cta.rank, barrier.index), Meeting())
 
     def barrier(self, split: Split, mask: np.ndarray, index: int, barrier: NamedBarrier, wait: bool) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         warp.release(mask, self._meeting(state, split, barrier).at(state.clocks, barrier.generation))
         if wait:
@@ -526,6 +560,7 @@ class Races(Observer):
         warp.join(mask, self._meeting(state, split, barrier).at(state.clocks, generation))
 
     def cluster_arrive(self, split: Split, mask: np.ndarray, index: int, relaxed: bool) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         target = state.cluster_meeting.at(state.clocks, split.warp.cluster_arrivals + 1)
         if not relaxed:
@@ -539,10 +574,11 @@ class Races(Observer):
             np.maximum(target[:2, inits], known[PROXY, inits], out=target[:2, inits])
 
     def cluster_wait(self, split: Split, mask: np.ndarray, index: int, barrier: ClusterBarrier) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         warp.join(mask, state.cluster_meeting.at(state.clocks, max(split.warp.cluster_waits, 1)))
 
-    # mbarriers ----------------------------------------------------------------------------------------------------------
+    # mbarriers -------------------------------------------------------------------------------------------------------
 
     def _barrier(self, state: ClusterState, barrier: Mbarrier) -> BarrierClock:
         """The clock of a barrier, brought up to its present phase."""
@@ -586,11 +622,13 @@ class Races(Observer):
                 "init",
                 clock.site,
                 index,
-                f"the mbarrier at {barrier.cluster.shared.describe(barrier.address)} may be used before it is initialised\n"
+                f"the mbarrier at {barrier.cluster.shared.describe(barrier.address)} may be used before it is initialised"
+                "\n"
                 f"    at {self._where(clock.site)}\n  used\n    at {self._where(index)}\n  missing: {missing} between",
             )
 
     def mbarrier_arrive(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         clock = self._barrier(state, barrier)
         op = self.machine.current
@@ -629,6 +667,7 @@ class Races(Observer):
         np.maximum(clock.gathering, work.known[:3], out=clock.gathering)
 
     def mbarrier_wait(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         clock = self._barrier(state, barrier)
         for _, known in warp.holding(mask):
@@ -640,6 +679,7 @@ class Races(Observer):
             warp.acquire(mask, clock.known)
 
     def commit(self, split: Split, index: int, barrier: Mbarrier) -> None:
+        self.executed.add(index)
         state, warp = self._of(split)
         clock = self._barrier(state, barrier)
         work = self.work[self.machine.current]
@@ -650,11 +690,12 @@ class Races(Observer):
         if rank != split.cta.rank:
             self._guest(state, rank, warp.base + clocks.TENSOR, work.clock, index, "a commit on its mbarrier")
 
-    # Groups -------------------------------------------------------------------------------------------------------------
+    # Groups ----------------------------------------------------------------------------------------------------------
 
     def bulk_group(self, split: Split, mask: np.ndarray, index: int, action: str, count: int, read: bool) -> None:
         if not mask.any():
             return
+        self.executed.add(index)
         _, warp = self._of(split)
         if action == "commit":
             warp.bulk_groups += 1
@@ -667,6 +708,7 @@ class Races(Observer):
     def cp_async_group(self, split: Split, mask: np.ndarray, index: int, action: str, count: int) -> None:
         if not mask.any():
             return
+        self.executed.add(index)
         _, warp = self._of(split)
         if action == "commit_group":
             warp.count[clocks.COPY] += 1
@@ -678,6 +720,7 @@ class Races(Observer):
             warp.learn(mask, clocks.COPY, warp.copy_groups[-1 - count], slice(0, 1))
 
     def wgmma_sync(self, split: Split, mask: np.ndarray, index: int, action: str, count: int) -> None:
+        self.executed.add(index)
         if action == "fence":
             return
         state, warp = self._of(split)
@@ -701,7 +744,7 @@ class Races(Observer):
         state.wgmma_parts.setdefault(key, []).append(warp.snapshot(split.warp.live))
         state.latest_wgmma = key
 
-    # Asynchronous operations --------------------------------------------------------------------------------------------
+    # Asynchronous operations -----------------------------------------------------------------------------------------
 
     def issue(self, op: AsyncOp) -> None:
         state, warp = self._of(op.split)
@@ -741,6 +784,20 @@ class Races(Observer):
         stream = clocks.BULK_READ if kind == "read" else clocks.BULK_WRITE
         self._range(state, work, space, address, size, kind, warp.epoch(index, stream, work.clock), index)
 
+    def tensor_map(self, split: Split, index: int, address: int) -> None:
+        """A tensor map that this launch wrote needs order and a tensormap proxy fence (PTX ISA 9.7.13.5)."""
+        state, warp = self._of(split)
+        item = self.machine.memory.find(address, address + 128)
+        part = self.spaces.get(item.floor) if item is not None else None
+        if part is None:
+            return
+        offset = address - item.floor
+        epoch = int(warp.epochs(index, np.array([0]))[0, 0])
+        known = warp.snapshot(split.mask)
+        known[PROXY] = np.minimum(known[ORDER], state.maps[ORDER])
+        cells = part.range_of(offset, 128)
+        self._touch(state, part, cells, "read", epoch, known, True, None, index, offset, "global")
+
     def _flush(self, state: ClusterState, work: Work, epoch: int, index: int) -> None:
         for space, address, size, kind in work.waiting:
             self._range(state, work, space, address, size, kind, epoch, index)
@@ -761,7 +818,7 @@ class Races(Observer):
         same = epoch if work.stream == clocks.BULK_READ and kind == "write" else None
         self._touch(state, part, part.range_of(offset, size), kind, epoch, work.known, True, same, index, offset, space)
 
-    # Matrix products ----------------------------------------------------------------------------------------------------
+    # Matrix products -------------------------------------------------------------------------------------------------
 
     def _operand(
         self,
@@ -824,7 +881,7 @@ class Races(Observer):
         if a is not None:
             self._operand(state, work, split.cta, a, 64, 16, a_k_major, epoch, index)
 
-    # Tensor memory ------------------------------------------------------------------------------------------------------
+    # Tensor memory ---------------------------------------------------------------------------------------------------
 
     def _tensor(
         self,
