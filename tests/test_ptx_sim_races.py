@@ -15,8 +15,8 @@ from .ptx_sim.testing import aligned, launch
 from .test_ptx_sim_engines import ALLOC, FREE, LARGE, SETUP, idesc, map_array, umma_descriptor, wait
 
 # In the kernels below `<<a>>` is an edge: a is there in the correct kernel and missing in the broken one, and with
-# `<<a|b>>` b takes its place. `%r0` is the thread, `%r1` shared memory, `%r2` two mbarriers of one arrival, `%p1` true for
-# all threads but 0; `%p10` is true in warp 0.
+# `<<a|b>>` b takes its place. `%r0` is the thread, `%r1` shared memory, `%r2` two mbarriers of one arrival, `%p1` true
+# for all threads but 0; `%p10` is true in warp 0.
 EDGE = re.compile(r"<<([^<>|]*)(?:\|([^<>|]*))?>>")
 SLOT = "shl.b32 %r20, %r0, 2; add.u32 %r21, %r1, %r20; xor.b32 %r22, %r21, 128; setp.lt.u32 %p10, %r0, 32;\n"
 GLOBAL = "mul.wide.u32 %d20, %r0, 4; add.s64 %d21, %d0, %d20; xor.b64 %d22, %d21, 128;\n"
@@ -93,8 +93,8 @@ CTA = {
         + SLOT
         + "@%p1 bra W; mbarrier.arrive.shared.b64 _, [%r2]; W: "
         + wait("%r2", "WAIT")
-        + "<<bar.sync 0;>> @%p1 bra E; mbarrier.arrive.shared.b64 _, [%r2]; E: @%p10 bra F; ld.shared.b32 %r5, [%r1+2048]; "
-        + "F: @%p1 bra G; mbarrier.arrive.shared.b64 _, [%r2]; G:",
+        + "<<bar.sync 0;>> @%p1 bra E; mbarrier.arrive.shared.b64 _, [%r2]; E: @%p10 bra F; "
+        + "ld.shared.b32 %r5, [%r1+2048]; F: @%p1 bra G; mbarrier.arrive.shared.b64 _, [%r2]; G:",
     ),
     "bulk load": (
         "order",
@@ -187,7 +187,8 @@ CTA = {
         "order",
         SETUP
         + SLOT
-        + "shl.b32 %r23, %r0, 1; add.u32 %r24, %r1, %r23; mov.b16 %h1, 1; @%p10 bra Z; sub.u32 %r24, %r24, <<62|64>>; Z: "
+        + "shl.b32 %r23, %r0, 1; add.u32 %r24, %r1, %r23; mov.b16 %h1, 1; @%p10 bra Z; "
+        + "sub.u32 %r24, %r24, <<62|64>>; Z: "
         + "and.b32 %r25, %r0, 31; setp.ne.u32 %p11, %r25, 0; @%p11 bra END; st.shared.b16 [%r24], %h1; END:",
     ),
 }
@@ -338,8 +339,9 @@ PRODUCT = (
     + ALLOC.format(g=1)
     + SLOT
     + f"""@%p1 bra L0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 24576;
-cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d0], 24576, [%r2]; L0: {{loaded}} mov.b32 %r50, {idesc(128, 64)};
-mov.b64 %d30, {umma_descriptor(1024) - (1 << 64)}; mov.b64 %d31, {umma_descriptor(1024 + 16384) - (1 << 64)}; setp.ne.u32 %p8, 0, 0;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d0], 24576, [%r2]; L0: {{loaded}}
+mov.b32 %r50, {idesc(128, 64)}; setp.ne.u32 %p8, 0, 0;
+mov.b64 %d30, {umma_descriptor(1024) - (1 << 64)}; mov.b64 %d31, {umma_descriptor(1024 + 16384) - (1 << 64)};
 @%p1 bra L1; tcgen05.mma.cta_group::1.kind::f16 [%r4], %d30, %d31, %r50, %p8; add.s32 %r60, %r2, 8;
 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r60]; L1: {{done}}
 """
@@ -356,7 +358,8 @@ TMEM = {
         ["order", "tensor fence", "order", "tensor fence"],
         TENSOR
         + "@!%p10 bra S; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; <<tcgen05.wait::st.sync.aligned;>> "
-        + "<<tcgen05.fence::before_thread_sync;>> S: <<bar.sync 1, 64;>> <<tcgen05.fence::after_thread_sync;>> @%p10 bra DONE0; "
+        + "<<tcgen05.fence::before_thread_sync;>> S: <<bar.sync 1, 64;>> <<tcgen05.fence::after_thread_sync;>> "
+        + "@%p10 bra DONE0; "
         + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r4]; tcgen05.wait::ld.sync.aligned; DONE0: "
         + FREE.format(g=1),
     ),
@@ -364,7 +367,8 @@ TMEM = {
         ["order", "tensor fence"],
         TENSOR
         + "@!%p10 bra S; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r4]; <<tcgen05.wait::ld.sync.aligned;>> "
-        + "<<tcgen05.fence::before_thread_sync;>> S: bar.sync 1, 64; tcgen05.fence::after_thread_sync; @%p10 bra DONE0; "
+        + "<<tcgen05.fence::before_thread_sync;>> S: bar.sync 1, 64; tcgen05.fence::after_thread_sync; "
+        + "@%p10 bra DONE0; "
         + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; tcgen05.wait::st.sync.aligned; DONE0: "
         + FREE.format(g=1),
     ),
@@ -410,7 +414,8 @@ WGMMA = (
 add.u32 %r20, %r20, 128; setp.lt.u32 %p5, %r20, 3072; @%p5 bra Z; <<fence.proxy.async;>> bar.sync 0;
 <<wgmma.fence.sync.aligned;>> setp.ne.u32 %p8, 0, 0;
 """
-    + f"""mov.b64 %d30, {1024 >> 4 | 1 << 16 | 64 << 32 | 1 << 62}; mov.b64 %d31, {9216 >> 4 | 1 << 16 | 64 << 32 | 1 << 62};
+    + f"""mov.b64 %d30, {1024 >> 4 | 1 << 16 | 64 << 32 | 1 << 62};
+mov.b64 %d31, {9216 >> 4 | 1 << 16 | 64 << 32 | 1 << 62};
 wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r100, %r101, %r102, %r103}}, %d30, %d31, %p8, 1, 1, 0, 0;
 <<wgmma.commit_group.sync.aligned;>> <<wgmma.wait_group.sync.aligned 0;>> add.u32 %r5, %r100, 1; <<bar.sync 0;>>
 shl.b32 %r21, %r0, 2; add.u32 %r22, %r1, %r21; st.shared.b32 [%r22], %r5;

@@ -56,14 +56,16 @@ class Marks:
 class Space:
     """The history of one memory: shared memory of a CTA, tensor memory of a CTA, or a global allocation.
 
-    `shift` is the log2 of the bytes per cell; `refine` makes cells smaller when an access is smaller than one.
-    `number` is the cluster that looks; epochs of other clusters are covered through `foreign` alone.
+    `base` is the address of its first byte, `shift` the log2 of the bytes per cell; `refine` makes cells smaller when
+    an access is smaller than one.
     """
 
-    def __init__(self, name: str, size: int, shift: int) -> None:
+    def __init__(self, name: str, size: int, shift: int, base: int = 0) -> None:
         self.name = name
+        self.size = size
+        self.base = base
         self.shift = shift
-        cells = -(-size >> shift) + 1 if size % (1 << shift) else size >> shift
+        cells = -(-size >> shift)
         self.last = np.zeros(cells, np.int64)
         self.reads = Marks(cells)
         self.atomics: Marks | None = None
