@@ -103,7 +103,7 @@ class RegisterCheck:
         d, a = instr.operands[:2]
         return self._mask(d) | (self._mask(a) << self.size if isinstance(a, Vec) else 0)
 
-    def misuses(self, visits: list[int], without: int = -1) -> list[Misuse]:
+    def misuses(self, visits: list[int], without: frozenset = frozenset()) -> list[Misuse]:
         """All misuses on paths through visited blocks."""
         if not self.relevant:
             return []
@@ -125,10 +125,10 @@ class RegisterCheck:
             self._run(number, state, without, found)
         return found
 
-    def _run(self, number: int, state: _State, without: int, found: list[Misuse] | None) -> _State:
+    def _run(self, number: int, state: _State, without: frozenset, found: list[Misuse] | None) -> _State:
         block = self.program.blocks[number]
         for index in range(block.first, block.last):
-            if index == without:
+            if index in without:
                 continue
             state = self._step(index, state, found)
         return state

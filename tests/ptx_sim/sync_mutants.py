@@ -2,12 +2,18 @@
 
 Every such instruction that a run executes is one mutant. It is taken out (a wait returns at once), the launch runs
 again under race tracking, and the outcome is race, deadlock, error (a defect that the simulator itself reports), wrong
-result or survived. Survivors get the other edge that orders what the removed one ordered.
+result or survived.
+
+A survivor is not yet a hole: compilers and authors synchronise more than they must. So for each the other edge is
+looked for that orders the same, and put to the test: without both, there must be a report that is not there without the
+other edge alone (`twin`). What remains orders nothing in this run (`idle`), unless an adversarial schedule without it
+gives a wrong result: then tracking has a hole (`missed`).
 """
 
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -17,8 +23,9 @@ from . import allowances
 from .launch import Launch
 from .machine import Deadlock, Machine, Report, Split
 from .memory import SimError
+from .observer import Observer
 from .parser import Instr, PtxError, Reg
-from .policies import Priorities
+from .policies import Delay, Priorities
 from .races import Race, RaceFound, Races
 from .registers import RegisterCheck
 from .translate import Emit, Program, op
@@ -26,6 +33,8 @@ from .translate import Emit, Program, op
 VERDICTS = ("race", "deadlock", "error", "wrong result", "survived")
 # Relative error of a sum whose order the schedule decides.
 LOOSE = 1e-3
+# Adversarial schedules that survivors run under.
+SCHEDULES = 6
 
 
 def _removed(split: Split, mask: np.ndarray, index: int) -> None:
@@ -42,17 +51,22 @@ def removed(emit: Emit, instr: Instr) -> None:
     emit.call(_removed)
 
 
-def without(program: Program, index: int) -> Program:
-    """The program with one synchronisation instruction taken out."""
-    instr = program.code[index]
-    wait = instr.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
-    operands = [o for o in instr.operands[:1] if isinstance(o, Reg)] if wait else []
-    return program.with_instruction(index, replace(instr, op="removed", parts=("removed",), operands=operands))
+def without(program: Program, *sites: int) -> Program:
+    """The program with synchronisation instructions taken out."""
+    for index in sites:
+        instr = program.code[index]
+        wait = instr.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+        operands = [o for o in instr.operands[:1] if isinstance(o, Reg)] if wait else []
+        program = program.with_instruction(index, replace(instr, op="removed", parts=("removed",), operands=operands))
+    return program
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`line` and `text` of the removed PTX instruction, the verdict, and its report or the other edge."""
+    """`line` and `text` of the removed PTX instruction, the verdict, and its report or the other edge.
+
+    `kind` is that of a race; of survivors `twin` (the other edge was shown to order the same), `idle` or `missed`.
+    """
 
     line: int
     text: str
@@ -77,9 +91,10 @@ class Laboratory:
         # Tensors whose bits depend on the schedule (sums by atomics) are compared as fp32.
         self.run(self.program, order=Priorities(1))
         self.loose = [a != b for a, b in zip(self.truth, self._state(), strict=True)]
-        self.misused = self._misused(-1)
+        self.misused = self._misused()
+        self._known: dict[tuple, set] = {}
 
-    def run(self, program: Program, observer: Races | None = None, **options: object) -> tuple[Races, Report]:
+    def run(self, program: Program, observer: Observer | None = None, **options: object) -> tuple[Observer, Report]:
         for item, data in self.initial:
             self.memory.bytes_at(item.base, item.size)[:] = data
         observer = observer or Races(allow=allowances.allowed)
@@ -88,8 +103,9 @@ class Laboratory:
         )
         return observer, machine.run()
 
-    def _misused(self, index: int) -> set[tuple[int, int]]:
-        return {(m.first, m.second) for m in self.registers.misuses(self.report.visits, index)}
+    def _misused(self, *sites: int) -> set[tuple]:
+        found = self.registers.misuses(self.report.visits, frozenset(sites))
+        return {("registers", m.first, m.second) for m in found if m.second not in sites}
 
     def _state(self) -> list[np.ndarray]:
         return [self.memory.bytes_at(item.base, item.size).tobytes() for item, _ in self.initial]
@@ -119,8 +135,8 @@ class Laboratory:
 
         fresh = [
             m
-            for m in self.registers.misuses(self.report.visits, index)
-            if (m.first, m.second) not in self.misused and m.second != index
+            for m in self.registers.misuses(self.report.visits, frozenset((index,)))
+            if ("registers", m.first, m.second) not in self.misused and m.second != index
         ]
         if fresh:
             return outcome("race", "registers", fresh[0].text)
@@ -138,21 +154,67 @@ class Laboratory:
             return outcome("error", "finding", new[0].split("\n")[0])
         if not self._same():
             return outcome("wrong result")
-        return outcome("survived", "", self.explain(index))
+        return outcome("survived", *self.explain(index))
 
-    def explain(self, index: int) -> str:
-        """The edge that orders what the removed instruction ordered."""
+    def _reports(self, *sites: int) -> set[tuple]:
+        """Everything that is reported without these instructions, up to the first error."""
+        sites = tuple(sorted(sites))
+        found = self._known.get(sites)
+        if found is None:
+            found = self._misused(*sites)
+            observer = Races(allow=allowances.allowed, limit=1000)
+            try:
+                self.run(without(self.program, *sites), observer)
+            except (SimError, PtxError, MemoryError) as error:
+                found.add((type(error).__name__,))
+            found |= {(race.kind, race.first, race.second) for race in observer.races}
+            self._known[sites] = found
+        return found
+
+    def explain(self, index: int) -> tuple[str, str]:
+        """(`twin`, `idle` or `missed`, the other edge in words) of a survivor."""
+        code, where = self.program.code, self.program.where
+        same = tuple(s for s in self.sites if s != index and code[s].op == code[index].op)
+        # Register rules need no run: look among all instructions of the same kind first.
+        for other in same:
+            if self._misused(index, other) - self._misused(other):
+                return "twin", f"the same is ordered by {where(other)}; without both: registers"
+        candidates = self._twins(index)
+        for other in candidates:
+            if fresh := self._reports(index, other) - self._reports(other):
+                return "twin", f"the same is ordered by {where(other)}; without both: {sorted(fresh)[0][0]}"
+        if same and code[index].base in ("fence", "tcgen05", "wgmma"):
+            fresh = self._reports(index, *same) - self._reports(*same)
+            if fresh:
+                lines = ", ".join(str(code[s].line) for s in same)
+                return "twin", f"the same is ordered by lines {lines} together; without all: {sorted(fresh)[0][0]}"
+        for seed in range(SCHEDULES):
+            if (wrong := self._under_schedule(index, seed)) is not None:
+                return "missed", f"schedule {seed}: {wrong}"
+        text = f"nothing needs it, {SCHEDULES} adversarial schedules without it agree"
+        return "idle", text + (f"; the same is ordered by {where(candidates[0])}" if candidates else "")
+
+    def _under_schedule(self, index: int, seed: int) -> str | None:
+        """What goes wrong without the instruction when engines and warps are held back at random."""
+        try:
+            self.run(without(self.program, index), Observer(), policy=Delay(seed), order=Priorities(seed))
+        except (SimError, PtxError, MemoryError) as error:
+            return str(error).split("\n")[0]
+        return None if self._same() else "wrong result"
+
+    def _twins(self, index: int, most: int = 3) -> list[int]:
+        """Instructions that teach the same warps what the removed one did, the most frequent first."""
         gains = Explanation(index)
         self.run(self.program, gains)
         later = Explanation(index, gains.gained)
         self.run(without(self.program, index), later)
-        return later.answer(self.program)
+        return [site for site, _ in later.others.most_common(most)]
 
 
 class Explanation(Races):
     """First run (`gained` not given): what does each execution of instruction `site` teach its warp?
 
-    Second run, without that instruction: which other instruction taught the warp the same, before or after?
+    Second run, without that instruction: which other instructions (`others`) teach the warp the same, before or after?
     """
 
     def __init__(self, site: int, gained: dict | None = None) -> None:
@@ -162,11 +224,8 @@ class Explanation(Races):
         self.gained: dict[tuple, list[dict[tuple, int]]] = gained or {}
         self.teachers: dict[tuple, int] = {}
         self.open: dict[int, list[dict]] = {}
-        self.others: dict[str, int] = {}
+        self.others: Counter[int] = Counter()
         self.counts: dict[int, int] = {}
-
-    def _key(self, split: Split) -> tuple:
-        return split.cta.cluster.index, split.cta.rank, split.warp.index
 
     def _watch(self, name: str, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         _, warp = self._of(split)
@@ -175,7 +234,7 @@ class Explanation(Races):
         after = np.maximum.reduce([g.known for g in warp.groups])
         rows, actors = np.nonzero(after > before)
         news = {(r, a): int(after[r, a]) for r, a in zip(rows.tolist(), actors.tolist(), strict=True)}
-        key = self._key(split)
+        key = (split.cta.cluster.index, split.cta.rank, split.warp.index)
         if not self.second:
             if index == self.site:
                 self.gained.setdefault(key, []).append(news)
@@ -187,11 +246,11 @@ class Explanation(Races):
             for item in met:
                 del wanted[item]
             if met:
-                self.others["afterwards by"] = index
+                self.others[index] += 1
 
     def removed(self, split: Split, mask: np.ndarray, index: int) -> None:
         _, warp = self._of(split)
-        key = self._key(split)
+        key = (split.cta.cluster.index, split.cta.rank, split.warp.index)
         number = self.counts[id(split.warp)] = self.counts.get(id(split.warp), -1) + 1
         lessons = self.gained.get(key, [])
         if not self.second or number >= len(lessons):
@@ -202,21 +261,14 @@ class Explanation(Races):
             if known[item] >= clock:
                 del wanted[item]
                 if (*key, *item) in self.teachers:
-                    self.others["before by"] = self.teachers[(*key, *item)]
+                    self.others[self.teachers[(*key, *item)]] += 1
         self.open.setdefault(id(split.warp), []).append(wanted)
-
-    def answer(self, program: Program) -> str:
-        if not any(lesson for lessons in self.gained.values() for lesson in lessons):
-            return "it orders nothing that was not ordered already"
-        if self.others:
-            return "; ".join(f"the same is ordered {how} {program.where(index)}" for how, index in self.others.items())
-        return "no later access depends on what it orders"
 
     def fence(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         self._watch("fence", split, mask, index, *rest)
 
-    def warp_sync(self, split: Split, mask: np.ndarray, index: int) -> None:
-        self._watch("warp_sync", split, mask, index)
+    def warp_sync(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
+        self._watch("warp_sync", split, mask, index, *rest)
 
     def barrier_done(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         self._watch("barrier_done", split, mask, index, *rest)
@@ -264,6 +316,9 @@ def table(launch: Launch, found: list[Outcome]) -> dict:
         "sha256": launch.sha256,
         "sites": len(found),
         "reported": len(found) - counts["survived"],
+        "twin": sum(o.kind == "twin" for o in found),
+        "idle": sum(o.kind == "idle" for o in found),
+        "missed": sum(o.kind == "missed" for o in found),
         **counts,
         "survivors": [asdict(o) for o in found if o.verdict == "survived"],
         "mutants": [[o.line, o.text.split()[0], o.verdict, o.kind] for o in found],
