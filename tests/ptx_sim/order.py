@@ -21,6 +21,7 @@ from .machine import AsyncOp, Cluster, ClusterBarrier, Machine, NamedBarrier, Sp
 from .memory import RANK_SHIFT
 from .observer import Observer
 from .ops_mbarrier import Mbarrier
+from .registers import Misuse
 
 WORD = 2  # log2 of the bytes of a cell
 TMEM_COLUMNS, TMEM_LANES = 512, 8  # cells of 16 lanes of one column
@@ -146,6 +147,11 @@ class Order(Observer):
         self.races.append(race)
         if self.stop:
             raise RaceFound(text)
+
+    def registers(self, misuses: list[Misuse]) -> None:
+        """Add what the register rules (`registers.py`) found."""
+        for misuse in misuses:
+            self._report("registers", misuse.first, misuse.second, misuse.text)
 
     def _where(self, index: int) -> str:
         return self.machine.program.where(index)
