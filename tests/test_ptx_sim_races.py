@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from .ptx_sim import race_commands, subjects, sync_mutants
+from .ptx_sim.__main__ import main
 from .ptx_sim.machine import Machine
 from .ptx_sim.policies import Delay, Priorities
+from .ptx_sim.race_commands import check as check_launch
 from .ptx_sim.races import Races
 from .ptx_sim.registers import RegisterCheck
 from .ptx_sim.testing import aligned, launch
@@ -482,3 +487,81 @@ def test_schedules_do_not_hide_or_invent_races(seed: int) -> None:
             item.run(observer=observer, policy=Delay(seed), order=Priorities(seed))
             found = {race.kind for race in observer.races}
             assert found >= expected if expected else not found
+
+
+# Whole kernels --------------------------------------------------------------------------------------------------------
+
+KERNELS = (
+    ("wheel-fwd-h64-d576", 128),
+    ("wheel-fwd-h128-d512", 128),
+    ("wheel-bwd-h64-d512", 128),
+    ("wheel-bwd-pair-h96", 128),
+    ("wheel-bwd90-h64-d512", 128),
+    ("hopper-h24-d512", 128),
+)
+
+
+@pytest.mark.parametrize(("name", "slots"), KERNELS)
+def test_known_good_kernels_have_no_races(name: str, slots: int) -> None:
+    """Others: `python -m tests.ptx_sim races all`. What they do against the PTX ISA stands in allowances.py."""
+    if name not in subjects.subjects():
+        pytest.skip(f"{name} cannot run here")
+    for label, item in subjects.record(name, slots):
+        found, allowed, cost = check_launch(item)
+        assert not found, (label, found[0].text)
+        assert not allowed or name.startswith("wheel-")
+        assert cost < 250, "tracking has become ten times as slow as it should be"
+
+
+def test_survivors_are_explained() -> None:
+    """Two barriers in a row: either is enough, so both survive, each the other's twin. A fence orders nothing."""
+    code = SETUP + SLOT + "st.shared.b32 [%r21], %r0; bar.sync 0; bar.sync 0; fence.proxy.async; "
+    code += "ld.shared.b32 %r5, [%r22];"
+    laboratory = sync_mutants.Laboratory(launch(code, {}, shared=LARGE, block=64))
+    last = laboratory.sites[-3:]
+    found = [laboratory.try_site(site) for site in last]
+    assert [(o.verdict, o.kind) for o in found] == [("survived", "twin"), ("survived", "twin"), ("survived", "idle")]
+    assert "without both: order" in found[0].detail
+
+
+def test_a_sum_in_another_order_is_no_wrong_result() -> None:
+    """Atomic adds of fp32 depend on the schedule; such tensors are compared within rounding."""
+    code = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %r6, %r0; mul.f32 %r6, %r6, 0f3DCCCCCD; mul.f32 %r6, %r6, %r6; red.global.add.f32 [%d0], %r6; "
+    code += "bar.sync 0;"
+    laboratory = sync_mutants.Laboratory(launch(code, {"out": np.zeros(4, np.float32)}, block=256))
+    assert laboratory.loose == [True]
+    assert laboratory.try_site(laboratory.sites[-1]).kind == "idle"
+
+
+def test_mutants_of_a_known_good_kernel() -> None:
+    """Of the committed results for the wheel's 64-head forward, one reported mutant of each opcode, again."""
+    if "wheel-fwd-h64-d512" not in subjects.subjects():
+        pytest.skip("the wheel's kernels cannot run here")
+    results = json.loads(race_commands.RESULTS.read_text())
+    name = next(n for n in results if n.startswith("wheel-fwd-h64-d512"))
+    item = subjects.record("wheel-fwd-h64-d512", int(name.split(", ")[1].split()[0]))[0][1]
+    assert item.sha256 == results[name]["sha256"]
+    laboratory = sync_mutants.Laboratory(item)
+    assert len(laboratory.sites) == results[name]["sites"]
+    sites = {laboratory.program.code[site].line: site for site in laboratory.sites}
+    chosen = {op: line for line, op, verdict, _ in results[name]["mutants"] if verdict == "race"}
+    assert len(chosen) >= 6
+    for line in chosen.values():
+        assert laboratory.try_site(sites[line]).verdict == "race"
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    launch(broken(CTA["bar.sync"][1], 0), {}, shared=LARGE, block=64).save(tmp_path / "bad" / "000")
+    launch(broken(CTA["bar.sync"][1], -1), {}, shared=LARGE, block=64).save(tmp_path / "good" / "000")
+    monkeypatch.setattr("sys.argv", ["ptx_sim", "races", str(tmp_path / "good"), "--schedules", "2"])
+    assert main() == 0
+    assert "schedule 1: 0 reports" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["ptx_sim", "races", str(tmp_path / "bad")])
+    assert main() == 1
+    assert "order race" in capsys.readouterr().out
+    target = tmp_path / "results.json"
+    options = ["--processes", "1", "--json", str(target)]
+    monkeypatch.setattr("sys.argv", ["ptx_sim", "sync-mutants", str(tmp_path / "good"), *options])
+    assert main() == 0
+    (record,) = json.loads(target.read_text()).values()
+    assert record["race"] >= 1

@@ -40,9 +40,8 @@ STREAMS = (
     "tensor core",
     "mbarrier.init",
     "wgmma",
-    "mbarrier wait",
 )
-COPY, BULK_READ, BULK_WRITE, TMEM_LOAD, TMEM_STORE, TENSOR, INIT, WGMMA, WAIT = range(32, 32 + len(STREAMS))
+COPY, BULK_READ, BULK_WRITE, TMEM_LOAD, TMEM_STORE, TENSOR, INIT, WGMMA = range(32, 32 + len(STREAMS))
 PER_WARP = 32 + len(STREAMS)
 
 
@@ -116,21 +115,20 @@ class WarpClock:
         for group in self.part(mask):
             np.maximum(group.known[: len(source)], source, out=group.known[: len(source)])
 
-    def release(self, mask: np.ndarray, target: np.ndarray, own: bool = True) -> None:
-        """Add what the lanes know, and by default what they did, to `target` [3 or 4 rows]."""
+    def release(self, mask: np.ndarray, target: np.ndarray) -> None:
+        """Add what the lanes know and did to `target` [3 or 4 rows]."""
         rows = len(target)
         for lanes, known in self.holding(mask):
             np.maximum(target, known[:rows], out=target)
-            if own:
-                mine = target[:, self.lanes]
-                np.maximum(mine[ORDER], self.clock, out=mine[ORDER], where=lanes)
-                np.maximum(mine[PROXY], self.fenced, out=mine[PROXY], where=lanes)
+            mine = target[:, self.lanes]
+            np.maximum(mine[ORDER], self.clock, out=mine[ORDER], where=lanes)
+            np.maximum(mine[PROXY], self.fenced, out=mine[PROXY], where=lanes)
         self.tick()
 
-    def snapshot(self, mask: np.ndarray, own: bool = True) -> np.ndarray:
+    def snapshot(self, mask: np.ndarray) -> np.ndarray:
         """What an operation issued by these lanes starts with: all four rows."""
         out = self.space.fresh(4)
-        self.release(mask, out, own)
+        self.release(mask, out)
         return out
 
     def tick(self) -> None:

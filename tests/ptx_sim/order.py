@@ -332,7 +332,8 @@ class Order(Observer):
         clock = self._barrier(state, barrier)
         op = self.machine.current
         if op is not None:
-            # cp.async.mbarrier.arrive: the arrival tells of the copies before it and of what came before those.
+            # cp.async.mbarrier.arrive: the arrival tells of the copies before it and of what its lanes did before. The
+            # wheel's 64-head forward for D 576 fills rows of invalid slots with stores and has no other arrival.
             work = self.work[op]
             self._initialised(state, clock, barrier, work.known, ORDER, index)
             np.maximum(clock.gathering, work.known[:3], out=clock.gathering)
@@ -371,9 +372,7 @@ class Order(Observer):
         clock = self._barrier(state, barrier)
         for _, known in warp.holding(mask):
             self._initialised(state, clock, barrier, known, ORDER, index)
-        warp.count[clocks.WAIT] += 1
-        warp.learn(mask, clocks.WAIT, warp.count[clocks.WAIT], slice(0, 1))
-        clock.waits.append((warp.base + clocks.WAIT, warp.count[clocks.WAIT], index))
+        clock.waits.append((warp.base + int(mask.argmax()), warp.clock, index))
         if "relaxed" not in self.machine.program.code[index].parts:
             warp.acquire(mask, clock.known)
 
@@ -464,7 +463,7 @@ class Order(Observer):
             stream, clock = clocks.WGMMA, warp.wgmma_groups + 1
         elif op.engine == "cp.async":
             arrival = self.machine.program.code[op.index].has("mbarrier")
-            known = warp.snapshot(op.mask, own=not arrival)
+            known = warp.snapshot(op.mask)
             stream, clock = clocks.COPY, warp.count[clocks.COPY] + 1
             if arrival:
                 warp.count[clocks.COPY] += 1
