@@ -526,8 +526,8 @@ def test_survivors_are_explained() -> None:
 
 def test_a_sum_in_another_order_is_no_wrong_result() -> None:
     """Atomic adds of fp32 depend on the schedule; such tensors are compared within rounding."""
-    code = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %r6, %r0; mul.f32 %r6, %r6, 0f3DCCCCCD; mul.f32 %r6, %r6, %r6; red.global.add.f32 [%d0], %r6; "
-    code += "bar.sync 0;"
+    code = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %r6, %r0; mul.f32 %r6, %r6, 0f3DCCCCCD; mul.f32 %r6, %r6, %r6; "
+    code += "red.global.add.f32 [%d0], %r6; bar.sync 0;"
     laboratory = sync_mutants.Laboratory(launch(code, {"out": np.zeros(4, np.float32)}, block=256))
     assert laboratory.loose == [True]
     assert laboratory.try_site(laboratory.sites[-1]).kind == "idle"
