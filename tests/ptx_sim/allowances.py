@@ -39,7 +39,7 @@ ALLOWANCES = (
         r"tcgen05\.",
         r"tcgen05\.",
         "The wheel's SM100 backward kernels contain no tcgen05.fence at all: they go from mbarrier waits, bar.sync and "
-        "arrivals straight to tcgen05.ld and mma. PTX ISA 9.7.16.6.4 asks for the fences; to ptxas they only forbid "
+        "arrivals straight to tcgen05.ld and mma. The PTX ISA asks for the fences; to ptxas they only forbid "
         "moving tcgen05 instructions across the synchronisation, which it does not do there.",
     ),
     Allowance(
@@ -48,7 +48,7 @@ ALLOWANCES = (
         r"",
         r"",
         "These kernels compute with results of tcgen05.ld before tcgen05.wait::ld. Registers of a load are tracked by "
-        "the hardware's scoreboard, so the values are right; PTX ISA 9.7.16.8.1 does not promise it.",
+        "the hardware's scoreboard, so the values are right; the PTX ISA does not promise it.",
     ),
     Allowance(
         r"dsa_bwd_sm100_h128_d576_2cta",

@@ -7,7 +7,7 @@ clock and the instruction, packed into an int64; the memory history stores epoch
 Knowledge is an array [rows, actors]: the clock up to which everything that an actor did is
 
     ORDER   ordered before the holder
-    PROXY   also visible to the async proxy: a proxy fence lies on the path (PTX ISA 8.10.3, causality order)
+    PROXY   also visible to the async proxy: a proxy fence lies on the path (PTX ISA, Causality Order)
     BEFORE  also behind a tcgen05.fence::before_thread_sync, or a commit, which implies it
     AFTER   and a tcgen05.fence::after_thread_sync of the holder followed (never handed on)
 

@@ -56,7 +56,8 @@ def check(launch: Launch, resident: int = 1, schedule: int | None = None) -> tup
 
 def races(args: argparse.Namespace) -> int:
     status = 0
-    for target in args.targets:
+    targets = list(subjects.subjects()) if args.targets == ["all"] else args.targets
+    for target in targets:
         for name, launch in _launches(target, args.slots):
             for schedule in (None, *range(args.schedules)):
                 # Every run starts from the recorded memory.
@@ -113,7 +114,7 @@ def mutants(args: argparse.Namespace) -> int:
 def add(commands: argparse._SubParsersAction) -> None:
     """Add both commands to the command line."""
     sub = commands.add_parser("races", help="happens-before races of saved launches or named kernels")
-    sub.add_argument("targets", nargs="+", help="folders of launches, or names of subjects")
+    sub.add_argument("targets", nargs="+", help="folders of launches, names of subjects, or all")
     sub.add_argument("--schedules", type=int, default=0, help="adversarial schedules to run as well")
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
     sub.add_argument("--slots", type=int, default=128, help="slots per row of a named kernel's input")

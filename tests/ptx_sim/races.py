@@ -43,7 +43,7 @@ _WEAK = Semantics(False, False, False)
 
 
 def semantics(instr: Instr) -> Semantics:
-    """Memory ordering qualifiers (PTX ISA 8.7, 9.7.9.8 to 9.7.13.6): atom and red are relaxed without one."""
+    """Memory ordering qualifiers (PTX ISA, Release and Acquire Patterns): atom and red are relaxed without one."""
     base = instr.base
     words = set(instr.parts)
     if base in ("atom", "red"):
@@ -336,7 +336,7 @@ class Races(Order):
         self._range(state, work, space, address, size, kind, warp.epoch(index, stream, work.clock), index)
 
     def tensor_map(self, split: Split, index: int, address: int) -> None:
-        """A tensor map that this launch wrote needs order and a tensormap proxy fence (PTX ISA 9.7.13.5)."""
+        """A tensor map that this launch wrote needs order and a tensormap proxy fence (PTX ISA, fence)."""
         state, warp = self._of(split)
         item = self.machine.memory.find(address, address + 128)
         part = self.spaces.get(item.floor) if item is not None else None
@@ -469,7 +469,7 @@ class Races(Order):
         known: np.ndarray,
         index: int,
     ) -> None:
-        """Ordered tensor-memory accesses of other warps and engines also need the tcgen05 fences (PTX ISA 9.7.16.6)."""
+        """Ordered tensor-memory accesses of other warps and engines also need the tcgen05 fences (PTX ISA, tcgen05.fence)."""
         seen = [("write", part.last[cells])]
         if kind == "write":
             mask = part.reads.mask[cells]
