@@ -469,7 +469,7 @@ class Races(Order):
         known: np.ndarray,
         index: int,
     ) -> None:
-        """Ordered tensor-memory accesses of other warps and engines also need the tcgen05 fences (PTX ISA, tcgen05.fence)."""
+        """Ordered tensor-memory accesses of other warps and engines also need fences (PTX ISA, tcgen05.fence)."""
         seen = [("write", part.last[cells])]
         if kind == "write":
             mask = part.reads.mask[cells]

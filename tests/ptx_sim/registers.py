@@ -5,8 +5,8 @@ A data-flow analysis over the blocks that a run has visited (a use is reported i
 - The results of tcgen05.ld exist after tcgen05.wait::ld (PTX ISA, tcgen05.wait). Shipped kernels move and pack them
   earlier, which only renames registers: then the copies must not be used.
 - Accumulators of wgmma must not be touched until a wait_group covers its committed group, and a wgmma.fence must come
-  first, and again after any other access to them (PTX ISA, wgmma.fence, wgmma.wait_group). A fragments likewise, but they
-  may be read: a shipped kernel stores them while a product uses them.
+  first, and again after any other access to them (PTX ISA, wgmma.fence, wgmma.wait_group). A fragments likewise, but
+  they may be read: a shipped kernel stores them while a product uses them.
 
 Registers are bits of an int; a second bit, `size` higher, stands for writing one.
 """
