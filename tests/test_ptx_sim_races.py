@@ -12,6 +12,7 @@ import pytest
 from .ptx_sim import race_commands, subjects, sync_mutants
 from .ptx_sim.__main__ import main
 from .ptx_sim.machine import Machine
+from .ptx_sim.memory import SimError
 from .ptx_sim.policies import Delay, Priorities
 from .ptx_sim.race_commands import check as check_launch
 from .ptx_sim.races import Races
@@ -428,6 +429,19 @@ shl.b32 %r21, %r0, 2; add.u32 %r22, %r1, %r21; st.shared.b32 [%r22], %r5;
 )
 
 
+def test_one_cta_group_per_kernel() -> None:
+    code = SETUP + ALLOC.format(g=1) + FREE.format(g=1)
+    assert races_of(code) == set()
+    assert races_of(SETUP + ALLOC.format(g=1) + FREE.format(g=2)) == {"tensor memory"}
+
+
+def test_transaction_count_overflows() -> None:
+    code = SETUP + "@%p1 bra E; mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 1048575; "
+    races_of(code + "E:")
+    with pytest.raises(SimError, match="transaction count"):
+        races_of(code + "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 1; E:")
+
+
 def test_wgmma() -> None:
     """The last barrier is for the other warps: each waits for the product, which all four issue, so it may go."""
     code = WGMMA.replace("<<bar.sync 0;>>", "bar.sync 0;")
@@ -451,6 +465,15 @@ cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r
         + "END:"
     )
     check("proxy", code, arrays=arrays)
+
+
+def test_launches_are_ordered_by_their_stream() -> None:
+    """One observer follows a chain of launches: what the first wrote, the second may read and overwrite."""
+    arrays = {"out": aligned(64, np.uint32)}
+    observer = Races()
+    for _ in range(2):
+        launch("ld.global.b32 %r5, [%d0]; st.global.b32 [%d0], 1;", arrays, block=1).run(observer=observer)
+    assert not observer.races
 
 
 def test_griddepcontrol() -> None:

@@ -49,11 +49,17 @@ class Mbarrier(Waitable):
         self.cluster.machine.progress += 1
         self.settle()
 
+    def _check_tx(self) -> None:
+        if abs(self.tx) > MAX_COUNT:
+            raise SimError(f"the transaction count exceeds {MAX_COUNT} bytes: {self.describe()}")
+
     def expect(self, size: int) -> None:
         self.tx += size
+        self._check_tx()
 
     def complete(self, size: int) -> None:
         self.tx -= size
+        self._check_tx()
         self.cluster.machine.progress += 1
         self.settle()
 

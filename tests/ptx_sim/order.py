@@ -10,6 +10,7 @@ pass a waiter by, CTAs that may end too early. `Races` in races.py adds the acce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ class RaceFound(Exception):
 
 @dataclass(frozen=True)
 class Race:
-    """One report. `kind` is order, proxy, tensor fence, exit, overrun, init or registers."""
+    """One report. `kind` is order, proxy, tensor fence, tensor memory, exit, overrun, init or registers."""
 
     kind: str
     first: int
@@ -105,39 +106,44 @@ class ClusterState:
 
 
 class Order(Observer):
-    """Tracks one launch (one `Machine` run). `races` are the reports, at most `limit`.
-
-    `stop` raises RaceFound at the first; `ignore` are kinds that are not reported.
-    """
+    """Tracks launches, one after the other. `races` are the reports, at most `limit`; `stop` raises RaceFound."""
 
     def __init__(
-        self, stop: bool = False, limit: int = 50, ignore: tuple = (), allow: object = None, previous: tuple = ()
+        self,
+        stop: bool = False,
+        limit: int = 50,
+        allow: Callable[[Race, Machine], bool] | None = None,
+        previous: tuple = (),
     ) -> None:
         # (address, bytes) that the launch before this one writes, if this one may start before that has ended
         # (programmatic dependent launch): griddepcontrol.wait orders them.
         self.previous = previous
         self.stop = stop
         self.limit = limit
-        self.ignore = ignore
-        # allow(race, machine) -> whether a known, documented exception covers it.
+        # Whether a documented exception covers a report.
         self.allow = allow
         self.allowed: list[Race] = []
         self.races: list[Race] = []
         self.machine: Machine | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """A launch begins: all that came before is ordered before it (stream order)."""
         self.clusters: dict[int, ClusterState] = {}
         self.work: dict[AsyncOp, Work] = {}
         self.spaces: dict[int, Space] = {}
-        self.flags: dict[tuple, np.ndarray] = {}
+        # Per flag (cluster or 0 for global memory, address) what its writers released, by cluster.
+        self.flags: dict[tuple, dict[int, np.ndarray]] = {}
         self.foreign: dict[int, dict[int, np.ndarray]] = {}
         # Synchronisation instructions that took effect.
         self.executed: set[int] = set()
         self._seen: set = set()
-        self._names: dict[int, ClusterState] = {}
+        self._names: dict[int, ClusterClocks] = {}
 
     # Reports ---------------------------------------------------------------------------------------------------------
 
     def _report(self, kind: str, first: int, second: int, text: str) -> None:
-        if kind in self.ignore or (kind, first, second) in self._seen or len(self.races) >= self.limit:
+        if (kind, first, second) in self._seen or len(self.races) >= self.limit:
             return
         self._seen.add((kind, first, second))
         race = Race(kind, first, second, text)
@@ -159,11 +165,30 @@ class Order(Observer):
     # Lifetimes -------------------------------------------------------------------------------------------------------
 
     def cluster_start(self, cluster: Cluster) -> None:
-        self.machine = cluster.machine
+        if self.machine is not cluster.machine:
+            self.machine = cluster.machine
+            self._forget()
+            self._one_group()
         state = self.clusters[id(cluster)] = ClusterState(cluster)
-        self._names[state.clocks.number] = state
+        self._names[state.clocks.number] = state.clocks
         for space in self.spaces.values():
             space.shared_by_clusters = True
+
+    def _one_group(self) -> None:
+        """All tcgen05 instructions of a kernel belong to one .cta_group (PTX ISA, tcgen05 CTA pair)."""
+        groups: dict[str, int] = {}
+        for instr in self.machine.program.code:
+            if instr.base == "tcgen05":
+                groups |= {part: instr.index for part in instr.parts if part.startswith("cta_group::")}
+        if len(groups) > 1:
+            one, two = groups.values()
+            self._report(
+                "tensor memory",
+                one,
+                two,
+                "tcgen05 instructions of two CTA groups in one kernel\n"
+                f"    at {self._where(one)}\n    at {self._where(two)}",
+            )
 
     def warp_end(self, warp: Warp) -> None:
         state = self._state(warp)
@@ -186,6 +211,9 @@ class Order(Observer):
                         "  missing: nothing that its warps waited for comes after that",
                     )
         del self.clusters[id(cluster)]
+        # Reports still name its actors, but nobody asks what they know.
+        for clock in state.clocks.order:
+            clock.groups = []
 
     def _guest(self, state: ClusterState, rank: int, actor: int, clock: int, index: int, what: str) -> None:
         state.guests[rank][actor] = (clock, index, what)

@@ -66,10 +66,10 @@ def _tmem_cells(lane: int, lanes: int, column: int, columns: int) -> np.ndarray:
 
 
 class Races(Order):
-    """Tracks one launch (one `Machine` run); see `Order` for the arguments."""
+    """Tracks launches, one after the other; see `Order` for the arguments."""
 
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
+    def _forget(self) -> None:
+        super()._forget()
         self._semantics: dict[int, Semantics] = {}
 
     # Reports ---------------------------------------------------------------------------------------------------------
@@ -91,14 +91,14 @@ class Races(Order):
             missing = "nothing orders two clusters but a flag with release and acquire"
         else:
             missing = self._missing(state, found.missing, actor, earlier & clocks.CLOCK, later)
-        owner = self._names.get(cluster, state)
+        owner = self._names.get(cluster, state.clocks)
         kind = "proxy" if found.missing == PROXY else "order"
         self._report(
             kind,
             site,
             index,
             f"{kind} race at {where}\n"
-            f"  {found.earlier_kind} by {owner.clocks.name(actor)}\n{self._at(site, actor, state)}"
+            f"  {found.earlier_kind} by {owner.name(actor)}\n{self._at(site, actor, state)}"
             f"  {what} by {state.clocks.name(later)}\n    at {self._where(index)}\n"
             f"  missing: {missing}",
         )
@@ -211,7 +211,7 @@ class Races(Order):
             space.shared_by_clusters = len(self._names) > 1 or len(self.clusters) > 1
             for address, size in self.previous:
                 if item.base <= address and address + size <= item.end:
-                    actor = next(iter(self._names.values())).clocks.previous
+                    actor = next(iter(self._names.values())).previous
                     space.last[space.range_of(address - item.floor, size)] = actor << clocks.CLOCK_BITS | 1
         return space
 

@@ -235,7 +235,7 @@ class Explanation(Races):
     def _watch(self, name: str, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         _, warp = self._of(split)
         before = np.maximum.reduce([g.known for g in warp.groups])
-        getattr(super(), name)(split, mask, index, *rest)
+        getattr(Races, name)(self, split, mask, index, *rest)
         after = np.maximum.reduce([g.known for g in warp.groups])
         rows, actors = np.nonzero(after > before)
         news = {(r, a): int(after[r, a]) for r, a in zip(rows.tolist(), actors.tolist(), strict=True)}
@@ -269,30 +269,25 @@ class Explanation(Races):
                     self.others[self.teachers[(*key, *item)]] += 1
         self.open.setdefault(id(split.warp), []).append(wanted)
 
-    def fence(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("fence", split, mask, index, *rest)
 
-    def warp_sync(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("warp_sync", split, mask, index, *rest)
+def _watched(name: str) -> object:
+    def hook(self: Explanation, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
+        self._watch(name, split, mask, index, *rest)
 
-    def barrier_done(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("barrier_done", split, mask, index, *rest)
+    return hook
 
-    def cluster_wait(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("cluster_wait", split, mask, index, *rest)
 
-    def mbarrier_wait(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("mbarrier_wait", split, mask, index, *rest)
-
-    def bulk_group(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("bulk_group", split, mask, index, *rest)
-
-    def cp_async_group(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("cp_async_group", split, mask, index, *rest)
-
-    def wgmma_sync(self, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
-        self._watch("wgmma_sync", split, mask, index, *rest)
-
+for _name in (
+    "fence",
+    "warp_sync",
+    "barrier_done",
+    "cluster_wait",
+    "mbarrier_wait",
+    "bulk_group",
+    "cp_async_group",
+    "wgmma_sync",
+):
+    setattr(Explanation, _name, _watched(_name))
 
 _laboratory: Laboratory | None = None
 
