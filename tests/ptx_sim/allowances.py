@@ -51,7 +51,7 @@ ALLOWANCES = (
         "the hardware's scoreboard, so the values are right; the PTX ISA does not promise it.",
     ),
     Allowance(
-        r"dsa_bwd_sm100_h128_d576_2cta",
+        r"dsa_bwd_sm100_h128_(d576_)?2cta",
         "order",
         r"st\.shared\.(b16|v4\.b32)",
         r"tcgen05\.mma",
