@@ -66,8 +66,8 @@ class Example:
     recorder: capture_tilelang.Recorder
 
 
-def example(D: int, H: int, K: int) -> Example:
-    """Both passes in the simulator on 2 queries and 200 rows, with invalid slots, a short row and sinks."""
+def example(D: int, H: int, K: int, S: int = 2) -> Example:
+    """Both passes in the simulator on S queries and 200 rows, with invalid slots, a short row and sinks."""
     with simulated() as recorder:
         from cute_sparse_mla.hopper import launch
 
@@ -75,11 +75,11 @@ def example(D: int, H: int, K: int) -> Example:
         from cute_sparse_mla.problem import Problem
 
         gen = torch.Generator().manual_seed(D + H)
-        S, S_kv = 2, 200
+        S_kv = 200
         q = torch.randn(1, S, H, D, generator=gen).bfloat16()
         kv = torch.randn(1, S_kv, 1, D, generator=gen).bfloat16()
         indices = torch.randint(-20, S_kv + 20, (1, S, 1, K), dtype=torch.int32, generator=gen)
-        lengths = torch.tensor([[K, K // 2]], dtype=torch.int32)
+        lengths = torch.tensor([[K, K // 2] * S], dtype=torch.int32)[:, :S]
         sink = torch.randn(H, generator=gen)
         dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
         problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)

@@ -20,7 +20,7 @@ from .registers import RegisterCheck
 RESULTS = Path(__file__).with_name("sync_mutants.json")
 
 
-def _launches(target: str, slots: int) -> list[tuple[str, Launch]]:
+def _launches(target: str, slots: int, tokens: int) -> list[tuple[str, Launch]]:
     """Launches of a folder or of a subject."""
     if Path(target).is_dir():
         found = subjects.launches_in(Path(target))
@@ -34,7 +34,7 @@ def _launches(target: str, slots: int) -> list[tuple[str, Launch]]:
             capture.prepare()
     if target not in subjects.subjects():
         sys.exit(f"{target} is neither a folder nor one of: {', '.join(subjects.subjects())}")
-    return subjects.record(target, slots)
+    return subjects.record(target, slots, tokens)
 
 
 def check(launch: Launch, resident: int = 1, schedule: int | None = None) -> tuple[list[Race], list[Race], float]:
@@ -58,7 +58,7 @@ def races(args: argparse.Namespace) -> int:
     status = 0
     targets = list(subjects.subjects()) if args.targets == ["all"] else args.targets
     for target in targets:
-        for name, launch in _launches(target, args.slots):
+        for name, launch in _launches(target, args.slots, args.tokens):
             for schedule in (None, *range(args.schedules)):
                 # Every run starts from the recorded memory.
                 contents = [(a, launch.memory().bytes_at(a.base, a.size).copy()) for a in launch.memory().allocations()]
@@ -88,7 +88,7 @@ def races(args: argparse.Namespace) -> int:
 def mutants(args: argparse.Namespace) -> int:
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     for target in args.targets:
-        for name, launch in _launches(target, args.slots):
+        for name, launch in _launches(target, args.slots, args.tokens):
             if args.launch is not None and name not in args.launch:
                 continue
             laboratory = sync_mutants.Laboratory(launch, args.resident)
@@ -106,7 +106,7 @@ def mutants(args: argparse.Namespace) -> int:
                 f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle"
             )
             if args.json is not None:
-                results[f"{target} {name}, {args.slots} slots"] = record
+                results[f"{target} {name}, {args.slots} slots, {args.tokens} tokens"] = record
                 args.json.write_text(json.dumps(results, indent=0) + "\n")
     return 0
 
@@ -118,6 +118,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     sub.add_argument("--schedules", type=int, default=0, help="adversarial schedules to run as well")
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
     sub.add_argument("--slots", type=int, default=128, help="slots per row of a named kernel's input")
+    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
     sub.add_argument("--allowed", action="store_true", help="print the reports that a documented allowance covers, too")
     sub.set_defaults(do=races)
     sub = commands.add_parser("sync-mutants", help="take out one wait, fence, commit or arrival at a time")
@@ -126,5 +127,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     sub.add_argument("--processes", type=int, default=2)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
     sub.add_argument("--slots", type=int, default=384, help="slots per row of a named kernel's input")
+    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
     sub.add_argument("--json", type=Path, help=f"add the results to this file ({RESULTS.name} is the committed one)")
     sub.set_defaults(do=mutants)

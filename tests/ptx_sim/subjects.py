@@ -1,7 +1,7 @@
 """Named kernels for the race commands: each makes one call whose launches are recorded, memory as it was before each.
 
 The wheel's kernels (`foreign_dsa.py`) and the project's own. Another kernel joins by a line in `subjects()`: a name and
-a function of the number of slots per row that makes the call under a recorder which executes the launches.
+a function of the numbers of slots per row and of query tokens that makes the call and executes its launches.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ import torch
 from . import foreign_dsa, project_hopper
 from .launch import Launch
 
-Subject = Callable[[int], object]
+Subject = Callable[[int, int], object]
 
 
-def _problem(heads: int, dim: int, slots: int) -> foreign_dsa.Problem:
+def _problem(heads: int, dim: int, slots: int, tokens: int) -> foreign_dsa.Problem:
     """Ragged rows whose scores grow along the row, so that running maxima move and accumulators are rescaled."""
-    p = foreign_dsa.problem(heads, dim, slots, ragged=True, seed=slots)
+    p = foreign_dsa.problem(heads, dim, slots, tokens, ragged=True, seed=slots)
+    if tokens == 1:
+        p.lengths[0] = slots - 7
     p.kv.mul_(torch.linspace(0.3, 6, len(p.kv))[:, None].to(p.kv.dtype))
     p.indices.copy_(torch.where(p.indices < 0, p.indices, p.indices.sort(1).values))
     return p
 
 
-def _wheel_forward(heads: int, dim: int, slots: int) -> object:
-    return foreign_dsa.forward(_problem(heads, dim, slots))
+def _wheel_forward(heads: int, dim: int, slots: int, tokens: int) -> object:
+    return foreign_dsa.forward(_problem(heads, dim, slots, tokens))
 
 
-def _wheel_backward(heads: int, dim: int, deterministic: bool, slots: int) -> object:
-    return foreign_dsa.backward(_problem(heads, dim, slots), deterministic)
+def _wheel_backward(heads: int, dim: int, deterministic: bool, slots: int, tokens: int) -> object:
+    return foreign_dsa.backward(_problem(heads, dim, slots, tokens), deterministic)
 
 
-def _wheel_pair(heads: int, slots: int) -> object:
-    return foreign_dsa.backward_pair(_problem(heads, 576, slots))
+def _wheel_pair(heads: int, slots: int, tokens: int) -> object:
+    return foreign_dsa.backward_pair(_problem(heads, 576, slots, tokens))
 
 
-def _wheel_sm90(heads: int, dim: int, slots: int) -> object:
-    return foreign_dsa.backward_sm90(_problem(heads, dim, slots))
+def _wheel_sm90(heads: int, dim: int, slots: int, tokens: int) -> object:
+    return foreign_dsa.backward_sm90(_problem(heads, dim, slots, tokens))
 
 
-def _hopper(D: int, H: int, slots: int) -> object:
-    return project_hopper.example(D, H, slots)
+def _hopper(D: int, H: int, slots: int, tokens: int) -> object:
+    return project_hopper.example(D, H, slots, tokens)
 
 
 def subjects() -> dict[str, Subject]:
@@ -67,7 +69,7 @@ def subjects() -> dict[str, Subject]:
     return found
 
 
-def record(name: str, slots: int) -> list[tuple[str, Launch]]:
+def record(name: str, slots: int, tokens: int = 2) -> list[tuple[str, Launch]]:
     """The launches of a subject, in order, each with its memory as it was when it was launched."""
     known = subjects()
     if name not in known:
@@ -76,7 +78,7 @@ def record(name: str, slots: int) -> list[tuple[str, Launch]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PTX_SIM_DUMP"] = folder
         try:
-            known[name](slots)
+            known[name](slots, tokens)
         finally:
             del os.environ["PTX_SIM_DUMP"]
             if before is not None:
