@@ -85,11 +85,11 @@ class Space:
         if self.atomics is not None:
             self.atomics.mask[cells] = 0
 
-    def cells_of(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """Cell numbers [accesses, cells per access] of accesses of `size` bytes at byte offsets."""
+    def cells_of(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Cell numbers [accesses, cells per access] of accesses of `size` bytes."""
         if size & (1 << self.shift) - 1:
             self.refine((size & -size).bit_length() - 1)
-        first = offsets.astype(np.int64) >> self.shift
+        first = (addresses.astype(np.int64) - self.base) >> self.shift
         count = size >> self.shift
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
@@ -99,8 +99,9 @@ class Space:
             self.refine((low & -low).bit_length() - 1)
         return slice(offset >> self.shift, offset + size >> self.shift)
 
-    # The three kinds of access. `known` is what the accessor knows (rows as in clocks.py); `proxied` says that it
-    # works in the async proxy; `own` are actors whose own earlier accesses are in program order (per access, or one).
+    # The three kinds of access; each returns what it collides with. `known` is what the accessor knows (rows as in
+    # clocks.py); `proxied` says that it works in the async proxy; `own` are actors whose own earlier accesses are in
+    # program order (per access), or one whole epoch.
 
     def read(
         self,
@@ -111,31 +112,28 @@ class Space:
         proxied: bool,
         own: object,
         atomic: bool = False,
-    ) -> Conflict | None:
+    ) -> list[Conflict]:
         found = self._after_last(cells, known, proxied, own, epoch)
-        if found is None and self.atomics is not None and not atomic:
-            found = self._after_marks(self.atomics, "atomic", cells, known, own, epoch)
+        if self.atomics is not None and not atomic:
+            found += self._after_marks(self.atomics, "atomic", cells, known, own, epoch)
         (self._atomics() if atomic else self.reads).add(cells, slot, epoch)
         return found
 
-    def write(self, cells: Cells, epoch: object, known: np.ndarray, proxied: bool, own: object) -> Conflict | None:
+    def write(self, cells: Cells, epoch: object, known: np.ndarray, proxied: bool, own: object) -> list[Conflict]:
         found = self._after_last(cells, known, proxied, own, epoch)
-        if found is None:
-            found = self._after_marks(self.reads, "read", cells, known, own, epoch)
-        if found is None and self.atomics is not None:
-            found = self._after_marks(self.atomics, "atomic", cells, known, own, epoch)
+        found += self._after_marks(self.reads, "read", cells, known, own, epoch)
+        if self.atomics is not None:
+            found += self._after_marks(self.atomics, "atomic", cells, known, own, epoch)
+            self.atomics.mask[cells] = _NONE
         self.last[cells] = epoch
         self.reads.mask[cells] = _NONE
-        if self.atomics is not None:
-            self.atomics.mask[cells] = _NONE
         return found
 
     def atomic(
         self, cells: Cells, epoch: object, slot: int, known: np.ndarray, proxied: bool, own: object
-    ) -> Conflict | None:
+    ) -> list[Conflict]:
         found = self._after_last(cells, known, proxied, own, epoch)
-        if found is None:
-            found = self._after_marks(self.reads, "read", cells, known, own, epoch)
+        found += self._after_marks(self.reads, "read", cells, known, own, epoch)
         self._atomics().add(cells, slot, epoch)
         return found
 
@@ -144,31 +142,35 @@ class Space:
             self.atomics = Marks(len(self.last))
         return self.atomics
 
-    def _after_last(
-        self, cells: Cells, known: np.ndarray, proxied: bool, own: object, epoch: object
-    ) -> Conflict | None:
+    def _after_last(self, cells: Cells, known: np.ndarray, proxied: bool, own: object, epoch: object) -> list[Conflict]:
         epochs = self.last[cells]
         if not epochs.any():
-            return None
-        found = self._uncovered(epochs, known[ORDER], own, epoch)
-        missing = ORDER
-        if found is None and proxied:
-            found, missing = self._uncovered(epochs, known[PROXY], own, epoch), PROXY
-        return None if found is None else self._conflict(missing, epochs, found, "write", cells)
+            return []
+        found = []
+        unordered = self._uncovered(epochs, known[ORDER], own, epoch)
+        if unordered is not None:
+            found.append(self._conflict(ORDER, epochs, unordered, "write", cells))
+        if proxied and (unseen := self._uncovered(epochs, known[PROXY], own, epoch)) is not None:
+            if unordered is not None:
+                unseen &= ~unordered
+            if unseen.any():
+                found.append(self._conflict(PROXY, epochs, unseen, "write", cells))
+        return found
 
     def _after_marks(
         self, marks: Marks, kind: str, cells: Cells, known: np.ndarray, own: object, epoch: object
-    ) -> Conflict | None:
+    ) -> list[Conflict]:
         mask = marks.mask[cells]
         union = int(np.bitwise_or.reduce(mask, axis=None))
+        found = []
         while union:
             slot = union.bit_length() - 1
             union ^= 1 << slot
             epochs = np.where(mask & _BITS[slot], marks.epochs[slot][cells], 0)
-            found = self._uncovered(epochs, known[ORDER], own, epoch)
-            if found is not None:
-                return self._conflict(ORDER, epochs, found, kind, cells)
-        return None
+            unordered = self._uncovered(epochs, known[ORDER], own, epoch)
+            if unordered is not None:
+                found.append(self._conflict(ORDER, epochs, unordered, kind, cells))
+        return found
 
     def _uncovered(self, epochs: np.ndarray, row: np.ndarray, own: object, epoch: object) -> np.ndarray | None:
         bad = late(epochs, row)

@@ -134,18 +134,17 @@ class Races(Order):
         if space == "local":
             return
         state, warp = self._of(split)
-        op = self.machine.current
         if len(address) < 32:
             lanes = np.arange(len(address))
         else:
             lanes = np.arange(32) if mask is clocks.FULL else np.flatnonzero(mask)
             address = address[lanes] if len(lanes) < 32 else address
-        if op is not None:
+        if (op := self.machine.current) is not None:
             work = self.work[op]
             epoch = warp.epoch(index, work.stream, work.clock)
-            for part, offsets in self._places(state, space, address, size):
-                cells = part.cells_of(offsets, size)
-                self._touch(state, part, cells, kind, epoch, work.known, False, None, index, offsets, space)
+            for part, rows in self._places(state, space, address, size):
+                cells = part.cells_of(address[rows], size)
+                self._touch(state, part, cells, kind, epoch, work.known, False, None, index, space)
             return
         how = self._semantics.get(index)
         if how is None:
@@ -153,55 +152,36 @@ class Races(Order):
         if how.strong:
             kind = {"read": "atomic read", "write": "atomic"}.get(kind, kind)
             self._flags(state, warp, mask, how, space, address, kind)
-        epochs = warp.epochs(index, lanes)
-        own = warp.ids[lanes][:, None]
-        places = self._places(state, space, address, size)
-        groups = warp.groups
-        for part, offsets in places:
-            if len(places) > 1:
-                chosen = np.isin(address, offsets + part.base)
-            cells = part.cells_of(offsets, size)
-            if len(groups) == 1 and len(places) == 1:
-                self._touch(state, part, cells, kind, epochs, groups[0].known, False, own, index, offsets, space)
-                continue
-            for group in groups:
-                at = group.mask[lanes]
-                if len(places) > 1:
-                    at = at & chosen
-                if not at.any():
-                    continue
-                some = at if len(places) == 1 else at[chosen]
-                self._touch(
-                    state, part, cells[some], kind, epochs[at], group.known, False, own[at], index, offsets[some], space
-                )
+        epochs, own = warp.epochs(index, lanes), warp.ids[lanes][:, None]
+        for part, rows in self._places(state, space, address, size):
+            cells = part.cells_of(address[rows], size)
+            for group in warp.groups:
+                mine = slice(None)
+                if len(warp.groups) > 1:
+                    mine = group.mask[lanes[rows]]
+                    if not mine.any():
+                        continue
+                mine_epochs, mine_ids = epochs[rows][mine], own[rows][mine]
+                self._touch(state, part, cells[mine], kind, mine_epochs, group.known, False, mine_ids, index, space)
 
     def _places(
         self, state: ClusterState, space: str, address: np.ndarray, size: int
-    ) -> list[tuple[Space, np.ndarray]]:
-        """The memories that the addresses lie in, with byte offsets in each."""
+    ) -> list[tuple[Space, slice | np.ndarray]]:
+        """The memories that the addresses lie in, and which of the addresses do."""
         low, high = int(address.min()), int(address.max())
-        if space == "global":
-            return self._global_places(address, low, high, size)
-        if low >> RANK_SHIFT == high >> RANK_SHIFT:
-            return [(state.shared[low >> RANK_SHIFT], address & address.dtype.type(OFFSET_MASK))]
-        return [
-            (state.shared[rank], address[address >> RANK_SHIFT == rank] & address.dtype.type(OFFSET_MASK))
-            for rank in np.unique(address >> RANK_SHIFT).tolist()
-        ]
-
-    def _global_places(self, address: np.ndarray, low: int, high: int, size: int) -> list[tuple[Space, np.ndarray]]:
+        if space != "global":
+            if low >> RANK_SHIFT == high >> RANK_SHIFT:
+                return [(state.shared[low >> RANK_SHIFT], slice(None))]
+            ranks = address >> address.dtype.type(RANK_SHIFT)
+            return [(state.shared[rank], ranks == rank) for rank in np.unique(ranks).tolist()]
         memory = self.machine.memory
         item = memory.find(low, high + size)
         if item is not None:
-            return [(self._global_space(item), address - np.uint64(item.floor))]
-        found: dict[int, list] = {}
-        for value in address.tolist():
-            item = memory.find(value, value + size)
-            if item is not None:
-                found.setdefault(id(item), [item, []])[1].append(value)
+            return [(self._global_space(item), slice(None))]
+        items = [memory.find(value, value + size) for value in address.tolist()]
         return [
-            (self._global_space(item), np.array(values, np.uint64) - np.uint64(item.floor))
-            for item, values in found.values()
+            (self._global_space(item), np.array([other is item for other in items]))
+            for item in {id(item): item for item in items if item is not None}.values()
         ]
 
     def _global_space(self, item: object) -> Space:
@@ -226,7 +206,6 @@ class Races(Order):
         proxied: bool,
         own: object,
         index: int,
-        offsets: object,
         space: str,
     ) -> None:
         actor = actor_of(epoch if isinstance(epoch, int) else int(epoch[0, 0]))
@@ -240,10 +219,9 @@ class Races(Order):
             found = part.atomic(cells, epoch, int(state.clocks.slots[actor]), known, proxied, own)
         if space != "global":
             self._visit(state, part, actor, epoch, index)
-        if found is not None:
-            self._conflict(
-                state, found, kind, self._precise(epoch, found, cells), index, self._address(state, part, found, space)
-            )
+        for conflict in found:
+            precise, where = self._precise(epoch, conflict, cells), self._address(state, part, conflict, space)
+            self._conflict(state, conflict, kind, precise, index, where)
 
     @staticmethod
     def _precise(epoch: object, found: Conflict, cells: Cells) -> object:
@@ -347,7 +325,7 @@ class Races(Order):
         known = warp.snapshot(split.mask)
         known[PROXY] = np.minimum(known[ORDER], state.maps[ORDER])
         cells = part.range_of(offset, 128)
-        self._touch(state, part, cells, "read", epoch, known, True, None, index, offset, "global")
+        self._touch(state, part, cells, "read", epoch, known, True, None, index, "global")
 
     def _flush(self, state: ClusterState, work: Work, epoch: int, index: int) -> None:
         for space, address, size, kind in work.waiting:
@@ -371,7 +349,7 @@ class Races(Order):
             if part.last[cells.start] == epoch and (part.last[cells] == epoch).all():
                 return
             same = epoch
-        self._touch(state, part, cells, kind, epoch, work.known, True, same, index, offset, space)
+        self._touch(state, part, cells, kind, epoch, work.known, True, same, index, space)
 
     # Matrix products -------------------------------------------------------------------------------------------------
 
@@ -389,7 +367,7 @@ class Races(Order):
     ) -> None:
         part = state.shared[cta.rank]
         cells = _operand_cells(desc, rows, k, k_major, part.shift)
-        self._touch(state, part, cells, "read", epoch, work.known, True, None, index, None, "shared")
+        self._touch(state, part, cells, "read", epoch, work.known, True, None, index, "shared")
 
     def mma(
         self,
@@ -456,7 +434,7 @@ class Races(Order):
         part = state.tmem[cta.rank]
         cells = _tmem_cells(lane, lanes, column, columns)
         self._tensor_fences(state, warp, part, cells, kind, epoch, known, index)
-        self._touch(state, part, cells, kind, epoch, known, False, own, index, None, "tmem")
+        self._touch(state, part, cells, kind, epoch, known, False, own, index, "tmem")
 
     def _tensor_fences(
         self,
@@ -534,7 +512,7 @@ class Races(Order):
         part = state.tmem[split.cta.rank]
         epoch = int(warp.epochs(index, np.array([mask.argmax()]))[0, 0])
         cells = _tmem_cells(0, 128, first, count)
-        self._touch(state, part, cells, "write", epoch, warp.snapshot(mask), False, None, index, None, "tmem")
+        self._touch(state, part, cells, "write", epoch, warp.snapshot(mask), False, None, index, "tmem")
         part.forget(cells)
 
 
