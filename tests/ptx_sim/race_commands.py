@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-import time
 from pathlib import Path
 
 from . import allowances, subjects, sync_mutants
@@ -38,7 +38,7 @@ def _launches(target: str, slots: int, tokens: int) -> list[tuple[str, Launch]]:
 
 
 def check(launch: Launch, resident: int = 1, schedule: int | None = None) -> tuple[list[Race], list[Race], float]:
-    """(reports, allowed reports, microseconds of CPU per warp instruction) of one run, register rules included.
+    """(reports, allowed reports, microseconds of user CPU time per warp instruction) of one run and the register rules.
 
     `schedule` seeds an adversarial schedule: engines and warps held back at random.
     """
@@ -47,9 +47,9 @@ def check(launch: Launch, resident: int = 1, schedule: int | None = None) -> tup
     observer = Races(allow=allowances.allowed)
     options = {} if schedule is None else {"policy": Delay(schedule), "order": Priorities(schedule)}
     machine = Machine(program, launch, memory, resident=resident, observer=observer, **options)
-    start = time.process_time()
+    start = os.times().user
     report = machine.run()
-    cost = 1e6 * (time.process_time() - start) / max(report.warp_instructions, 1)
+    cost = 1e6 * (os.times().user - start) / max(report.warp_instructions, 1)
     observer.registers(RegisterCheck(program).misuses(report.visits))
     return observer.races, observer.allowed, cost
 
@@ -74,7 +74,7 @@ def races(args: argparse.Namespace) -> int:
                         launch.memory().bytes_at(item.base, item.size)[:] = data
                 print(
                     f"{target} {name} {launch.kernel[:60]} {how}: {len(found)} reports, {len(allowed)} allowed, "
-                    f"{cost:.1f} us of CPU per warp instruction"
+                    f"{cost:.1f} us of user CPU time per warp instruction"
                 )
                 for race in found:
                     print(race.text)
