@@ -175,7 +175,7 @@ class Laboratory:
 
     def explain(self, index: int) -> tuple[str, str]:
         """(`twin`, `idle` or `missed`, the other edge in words) of a survivor."""
-        code, where = self.program.code, self.program.where
+        code, where = self.program.code, self._line
         same = tuple(s for s in self.sites if s != index and code[s].op == code[index].op)
         # Register rules need no run: look among all instructions of the same kind first.
         for other in same:
@@ -198,6 +198,11 @@ class Laboratory:
                 return "missed", f"schedule {seed}: {wrong}"
         text = f"nothing needs it, {SCHEDULES} adversarial schedules without it agree"
         return "idle", text + (f"; the same is ordered by {where(candidates[0])}" if candidates else "")
+
+    def _line(self, index: int) -> str:
+        """A PTX line without the path of its source, for results that are committed."""
+        instr = self.program.code[index]
+        return f"PTX line {instr.line}: {instr.text[:160]}"
 
     def _under_schedule(self, index: int, seed: int) -> str | None:
         """What goes wrong without the instruction when engines and warps are held back at random."""
