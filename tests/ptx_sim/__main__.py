@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `opcodes`, `mutants`, `coverage`, `witnesses`, `judge`."""
+"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `opcodes`, `mutants`, `coverage`, `predict` and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import coverage, mutate
+from . import coverage, mutate, timing_commands
 from .launch import Launch
 from .machine import Machine
 from .memory import SimError
@@ -142,6 +142,7 @@ def main() -> int:
     sub.add_argument("file", type=Path)
     sub.add_argument("--device", action="store_true", help="run on the GPU and write the file")
     sub.set_defaults(do=run_judge_kernels)
+    timing_commands.register(commands, launches_in)
     args = parser.parse_args()
     return args.do(args)
 

@@ -1,0 +1,175 @@
+"""The one table of constants of predicted times: throughputs and latencies, each with its source.
+
+Sources are public documents, measurements on one H200 (`H200`: plain loops, no L2 hints, rows of 1152 bytes), or a fit.
+`FIT` marks what no document gives: those were chosen once so that the published GB200 forward times, or the measured
+H200 forward times, come out; backward times judge them. Nothing here names a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+GUIDE = "CUDA C++ Programming Guide, throughput of native arithmetic instructions"
+TUNING = "NVIDIA tuning guides for Hopper and Blackwell"
+DATA_SHEET = "NVIDIA data sheet"
+H200 = "measured on one H200"
+PAPERS = "published microbenchmarks (arXiv 2402.13499 for Hopper, 2507.10789 and 2512.02189 for Blackwell)"
+FIT = "fit on forward times"
+
+
+@dataclass(frozen=True)
+class Figure:
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Rates of one GPU; bytes and FLOP per clock are per SM unless the name says total."""
+
+    name: str
+    figures: dict[str, Figure]
+    # (rows' footprint in MB, total TB/s) of gathers from L2 and of fp32 additions in L2.
+    gather: tuple[tuple[float, float], ...]
+    adds: tuple[tuple[float, float], ...]
+    # Instruction latency in clocks by class.
+    latency: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures[name].value
+
+    def per_clock(self, total_tbps: float) -> float:
+        """Bytes per clock and SM of a rate that all SMs share."""
+        return total_tbps * 1e12 / (self["clock"] * 1e9 * self["sms"])
+
+    def with_figure(self, name: str, value: float) -> Chip:
+        """A copy in which one figure is another: what-if questions."""
+        figures = dict(self.figures)
+        figures[name] = replace(figures[name], value=value)
+        return replace(self, figures=figures)
+
+
+def interpolate(table: tuple[tuple[float, float], ...], at: float) -> float:
+    """Linear in between, constant outside."""
+    if at <= table[0][0]:
+        return table[0][1]
+    for (x0, y0), (x1, y1) in pairwise(table):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return table[-1][1]
+
+
+# Pipe occupancy of one warp instruction on a quarter SM, in clocks (32 lanes over the lanes per clock and quarter).
+OCCUPANCY = {
+    "fp32": Figure(1, "clk", GUIDE + ": 128 lanes"),
+    "fp32x2": Figure(2, "clk", GUIDE + ": 128 lanes, two elements each"),
+    "integer": Figure(2, "clk", GUIDE + ": 64 lanes"),
+    "multiply": Figure(2, "clk", GUIDE + ": 64 lanes"),
+    "convert": Figure(2, "clk", GUIDE + ": 64 lanes"),
+    "special": Figure(8, "clk", GUIDE + ": 16 lanes"),
+    "shuffle": Figure(4, "clk", GUIDE + ": 32 lanes"),
+    "half": Figure(1, "clk", GUIDE + ": 128 lanes of two"),
+    "double": Figure(16, "clk", GUIDE + ": 64 lanes; 16 clocks stands for both chips"),
+}
+
+_LATENCY = {
+    "fp32": 4,
+    "fp32x2": 4,
+    "half": 4,
+    "integer": 4.5,
+    "multiply": 4.5,
+    "convert": 6,
+    "special": 18,
+    "shuffle": 23,
+    "double": 16,
+    "predicate": 6,
+    "shared": 29,
+    "move": 0,
+}
+
+
+def _common() -> dict[str, Figure]:
+    return {
+        "issue": Figure(1, "warp instr/clk/quarter", TUNING),
+        "shared": Figure(128, "B/clk", TUNING),
+        "sm_read_limit": Figure(64, "B/clk", PAPERS),
+        "l1_latency": Figure(39, "clk", PAPERS),
+        "barrier": Figure(20, "clk", PAPERS + "; bar.sync of few warps"),
+        "wake": Figure(20, "clk", PAPERS + "; a try_wait that succeeds after its phase ended"),
+        "proxy_fence": Figure(25, "clk", FIT),
+        "remote": Figure(180, "clk", PAPERS + "; distributed shared memory"),
+        "remote_bytes": Figure(32, "B/clk", PAPERS + "; distributed shared memory"),
+        "launch": Figure(3.0, "us", "usual time of a dependent launch in a stream"),
+    }
+
+
+GB200 = Chip(
+    "GB200",
+    _common()
+    | {
+        "clock": Figure(1.87, "GHz", "between 1.85 and 1.9 under load"),
+        "sms": Figure(148, "SMs", DATA_SHEET),
+        "matrix": Figure(8192, "FLOP/clk", DATA_SHEET + ": 2.25 PFLOP/s dense bf16"),
+        "matrix_half_rows": Figure(0.5, "of the full rate", "M 64 of one CTA uses 64 of 128 lanes (PTX ISA, layout F)"),
+        "matrix_ws": Figure(1, "of the full rate", FIT + ": all 128 lanes (PTX ISA, layout E)"),
+        "matrix_latency": Figure(60, "clk", FIT),
+        "commit": Figure(60, "clk", FIT),
+        "tmem_read": Figure(128, "B/clk/quarter", PAPERS),
+        "tmem_write": Figure(128, "B/clk/quarter", PAPERS),
+        "tmem_latency": Figure(25, "clk", PAPERS),
+        "l2_latency": Figure(300, "clk", PAPERS),
+        "tma_latency": Figure(450, "clk", FIT),
+        "tma_request": Figure(2, "clk/row", FIT),
+        "tma_instruction": Figure(4, "clk", FIT + "; gather4 moves at least 40 B/clk in public kernels"),
+        "reduce_limit": Figure(32, "B/clk", FIT),
+        "write_limit": Figure(32, "B/clk", PAPERS),
+        "dram": Figure(7.2, "TB/s", DATA_SHEET + ": 8 TB/s, nine tenths of it reached"),
+        "l2_size": Figure(126, "MB", DATA_SHEET),
+        "cta_start": Figure(500, "clk", FIT),
+    },
+    # FIT for the level; its fall with the footprint, and the additions, are H200's per clock and SM, with footprints
+    # in proportion to the L2 sizes.
+    gather=((24, 10.0), (95, 8.3), (380, 7.0)),
+    adds=((95, 4.6), (380, 2.0)),
+    latency=_LATENCY,
+)
+
+H200_CHIP = Chip(
+    "H200",
+    _common()
+    | {
+        "clock": Figure(1.755, "GHz", "between 1.7 and 1.98; matrix rate of 770 to 800 TFLOP/s in 8192^3"),
+        "sms": Figure(132, "SMs", DATA_SHEET),
+        "matrix": Figure(4096, "FLOP/clk", DATA_SHEET + ": 989 TFLOP/s dense bf16"),
+        "matrix_half_rows": Figure(1, "of the full rate", "wgmma has M 64 only"),
+        "matrix_ws": Figure(1, "of the full rate", "no such form"),
+        "matrix_latency": Figure(32, "clk", PAPERS),
+        "commit": Figure(0, "clk", "wgmma completes in order"),
+        "tmem_read": Figure(128, "B/clk/quarter", "no tensor memory"),
+        "tmem_write": Figure(128, "B/clk/quarter", "no tensor memory"),
+        "tmem_latency": Figure(0, "clk", "no tensor memory"),
+        "l2_latency": Figure(270, "clk", PAPERS),
+        "tma_latency": Figure(600, "clk", PAPERS),
+        "tma_request": Figure(2, "clk/row", FIT),
+        "tma_instruction": Figure(50, "clk", H200 + ": boxes of one row by 64 columns"),
+        "reduce_limit": Figure(32, "B/clk", FIT),
+        "write_limit": Figure(32, "B/clk", PAPERS),
+        "dram": Figure(4.3, "TB/s", DATA_SHEET + ": 4.8 TB/s, nine tenths of it reached"),
+        "l2_size": Figure(50, "MB", DATA_SHEET),
+        "cta_start": Figure(500, "clk", FIT),
+    },
+    # H200: gathers of a forward by others at 8k, 32k and 128k rows of 1152 bytes, 5.4, 4.5 and 3.8 TB/s on average over
+    # its run, of which 8 % are prologue and last wave; additions of 2304-byte rows at 16k and 64k rows.
+    gather=((9.4, 5.85), (37.7, 4.85), (151, 4.1)),
+    adds=((37.7, 3.84), (151, 1.67), (302, 1.5)),
+    latency=_LATENCY,
+)
+
+CHIPS = {"GB200": GB200, "H200": H200_CHIP}
+
+
+def chip_of(target: str) -> Chip:
+    """The chip whose kernels a PTX target names."""
+    return GB200 if target.startswith("sm_10") else H200_CHIP
