@@ -68,7 +68,7 @@ def memory_of(chip: Chip, footprint: Footprint, active: int | None = None) -> Me
     """Bytes per clock and SM when `active` SMs (default: all) share the paths to L2."""
     share = chip["sms"] / (active or chip["sms"])
     read = chip.per_clock(interpolate(chip.gather, footprint.gather)) * share
-    adds = chip.per_clock(interpolate(chip.adds, footprint.adds)) * share
+    adds = chip.per_clock(chip.adds(footprint.adds)) * share
     return Memory(min(chip["sm_read_limit"], read), min(chip["reduce_limit"], adds), chip["write_limit"])
 
 

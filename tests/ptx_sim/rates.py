@@ -31,9 +31,8 @@ class Chip:
 
     name: str
     figures: dict[str, Figure]
-    # (rows' footprint in MB, total TB/s) of gathers from L2 and of fp32 additions in L2.
+    # (footprint of the rows in MB, total TB/s) of gathers.
     gather: tuple[tuple[float, float], ...]
-    adds: tuple[tuple[float, float], ...]
     # Instruction latency in clocks by class.
     latency: dict[str, float]
 
@@ -43,6 +42,11 @@ class Chip:
     def per_clock(self, total_tbps: float) -> float:
         """Bytes per clock and SM of a rate that all SMs share."""
         return total_tbps * 1e12 / (self["clock"] * 1e9 * self["sms"])
+
+    def adds(self, footprint: float) -> float:
+        """Total TB/s of fp32 additions to rows of `footprint` MB: part of them hit L2."""
+        hits = min(1.0, self["adds_capacity"] / max(footprint, 1e-9))
+        return 1 / (hits / self["adds_hit"] + (1 - hits) / self["adds_miss"])
 
     def with_figure(self, name: str, value: float) -> Chip:
         """A copy in which one figure is another: what-if questions."""
@@ -126,13 +130,13 @@ GB200 = Chip(
         "reduce_limit": Figure(32, "B/clk", FIT),
         "write_limit": Figure(32, "B/clk", PAPERS),
         "dram": Figure(7.2, "TB/s", DATA_SHEET + ": 8 TB/s, nine tenths of it reached"),
-        "l2_size": Figure(126, "MB", DATA_SHEET),
+        "adds_hit": Figure(4.6, "TB/s", "H200's, per clock and SM"),
+        "adds_miss": Figure(2.3, "TB/s", "H200's, in proportion to DRAM rates"),
+        "adds_capacity": Figure(96, "MB", "H200's, in proportion to L2 sizes of 126 and 50 MB"),
         "cta_start": Figure(500, "clk", FIT),
     },
-    # FIT for the level; its fall with the footprint, and the additions, are H200's per clock and SM, with footprints
-    # in proportion to the L2 sizes.
+    # FIT for the level; its fall with the footprint is H200's, footprints in proportion to the L2 sizes.
     gather=((24, 10.0), (95, 8.3), (380, 7.0)),
-    adds=((95, 4.6), (380, 2.0)),
     latency=_LATENCY,
 )
 
@@ -157,13 +161,14 @@ H200_CHIP = Chip(
         "reduce_limit": Figure(32, "B/clk", FIT),
         "write_limit": Figure(32, "B/clk", PAPERS),
         "dram": Figure(4.3, "TB/s", DATA_SHEET + ": 4.8 TB/s, nine tenths of it reached"),
-        "l2_size": Figure(50, "MB", DATA_SHEET),
+        "adds_hit": Figure(3.84, "TB/s", H200 + ": red.global.add.v4.f32, 4k and 16k rows of 2304 bytes"),
+        "adds_miss": Figure(1.39, "TB/s", H200 + ": what 1.67 at 64k and 1.5 at 128k random rows leave for misses"),
+        "adds_capacity": Figure(38, "MB", H200 + ": 16k rows still hit"),
         "cta_start": Figure(500, "clk", FIT),
     },
-    # H200: gathers of a forward by others at 8k, 32k and 128k rows of 1152 bytes, 5.4, 4.5 and 3.8 TB/s on average over
-    # its run, of which 8 % are prologue and last wave; additions of 2304-byte rows at 16k and 64k rows.
-    gather=((9.4, 5.85), (37.7, 4.85), (151, 4.1)),
-    adds=((37.7, 3.84), (151, 1.67), (302, 1.5)),
+    # FIT for the level. The fall is H200: a forward by others gathers rows of 1152 bytes at 5.4, 4.5 and 3.8 TB/s on
+    # average over its run, prologue and last wave included, from 8k, 32k and 128k rows; the first entry is 4k rows.
+    gather=((4.7, 6.5), (9.4, 6.2), (37.7, 5.2), (151, 4.4)),
     latency=_LATENCY,
 )
 
