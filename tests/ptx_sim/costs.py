@@ -174,7 +174,8 @@ def removable(code: list[Instr]) -> set[int]:
                 definitions[name] = definitions.get(name, 0) + 1
     values: dict[str, object] = {}
     invariant: set[str] = set()
-    seen: set[object] = set()
+    # Expressions by number, so that a name of a value stays small.
+    numbers: dict[object, int] = {}
     free: set[int] = set()
     for instr in code:
         if not _writes(instr) or instr.guard is not None or kind_of(instr) not in PURE or instr.op.startswith(IMPURE):
@@ -184,14 +185,15 @@ def removable(code: list[Instr]) -> set[int]:
             continue
         sources = [name for operand in instr.operands[1:] for name in _names(operand)]
         key = (instr.op, *(_key(operand, values) for operand in instr.operands[1:]))
+        known = key in numbers
+        number = numbers.setdefault(key, len(numbers))
         for place, name in enumerate(targets):
-            values[name] = (place, key)
+            values[name] = (place, number)
         if all(name in invariant for name in sources):
             invariant.update(targets)
             free.add(instr.index)
-        elif key in seen:
+        elif known:
             free.add(instr.index)
-        seen.add(key)
     return free
 
 

@@ -20,12 +20,9 @@ from .rates import Chip, interpolate
 from .replay import Memory, replay
 from .trace import Trace
 
-SHARED_BYTES_OF_SM = 228 * 1024
-SHARED_BYTES_OF_CTA = 1024
-THREADS_OF_SM, CTAS_OF_SM = 2048, 32
 # Copies of a CTA that the replay runs on one SM; more of them change little.
 MOST_COPIES = 8
-# Steps that two recordings may differ by and still count as independent of the step.
+# Recordings whose clocks differ by less do not depend on the step.
 SAME_CLOCKS = 0.02
 
 
@@ -72,12 +69,12 @@ def memory_of(chip: Chip, footprint: Footprint, active: int | None = None) -> Me
     return Memory(min(chip["sm_read_limit"], read), min(chip["reduce_limit"], adds), chip["write_limit"])
 
 
-def ctas_per_sm(trace: Trace) -> int:
+def ctas_per_sm(trace: Trace, chip: Chip) -> int:
     """By threads and shared memory; PTX does not tell registers."""
     launch = trace.launch
     threads = math.prod(launch.block)
-    shared = launch.shared_bytes + SHARED_BYTES_OF_CTA
-    return max(1, min(THREADS_OF_SM // threads, SHARED_BYTES_OF_SM // shared, CTAS_OF_SM))
+    shared = launch.shared_bytes + chip["cta_shared_bytes"]
+    return int(max(1, min(chip["threads"] // threads, chip["shared_bytes"] // shared, chip["ctas"])))
 
 
 def cta_clocks(pair: Pair, chip: Chip, memory: Memory, copies: int = 1) -> tuple[float, float]:
@@ -91,7 +88,6 @@ def cta_clocks(pair: Pair, chip: Chip, memory: Memory, copies: int = 1) -> tuple
     return first, (second - first) / pair.steps
 
 
-# What a faster resource would save: name -> the chip and paths with that resource twice as fast, latencies gone.
 def _half(*names: str) -> Callable:
     def change(chip: Chip, memory: Memory) -> tuple[Chip, Memory]:
         for name in names:
@@ -110,6 +106,7 @@ def _twice(*names: str) -> Callable:
     return change
 
 
+# Name of a resource -> the chip and paths with it twice as fast, its latencies half.
 WHAT_IF: dict[str, Callable] = {
     "tensor core rate": _twice("matrix"),
     "reads from L2": lambda chip, memory: (chip, replace(memory, read=2 * memory.read)),
@@ -127,13 +124,10 @@ WHAT_IF: dict[str, Callable] = {
 }
 
 
-def savings(pair: Pair, chip: Chip, memory: Memory, clocks: tuple[float, float]) -> dict[str, float]:
-    """Share of a CTA's time that vanishes when one resource is twice as fast, its latencies half; largest first."""
-    now = clocks[0] + pair.more * clocks[1]
-    found = {}
-    for name, change in WHAT_IF.items():
-        first, step = cta_clocks(pair, *change(chip, memory))
-        found[name] = 1 - (first + pair.more * step) / now
+def savings(trace: Trace, chip: Chip, memory: Memory) -> dict[str, float]:
+    """Share of a recording's clocks that vanishes when one resource is twice as fast; largest first."""
+    now = replay(trace, chip, memory).clocks
+    found = {name: 1 - replay(trace, *change(chip, memory)).clocks / now for name, change in WHAT_IF.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -148,7 +142,7 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
     footprint = footprint or Footprint()
     trace = pair.shorter
     cluster = trace.ctas_per_cluster
-    resident = ctas_per_sm(trace)
+    resident = ctas_per_sm(trace, chip)
     copies = min(resident, MOST_COPIES) if cluster == 1 else 1
     memory = memory_of(chip, footprint)
     first, step = cta_clocks(pair, chip, memory, copies)
@@ -167,7 +161,7 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
         if stream > milliseconds or resident > MOST_COPIES:
             milliseconds, limiter = stream, "DRAM"
     elif explain:
-        saved = savings(pair, chip, memory, (first, step))
+        saved = savings(pair.longer, chip, memory)
         limiter = next(iter(saved))
     return Prediction(
         trace.launch.kernel,

@@ -78,19 +78,19 @@ OCCUPANCY = {
     "double": Figure(16, "clk", GUIDE + ": 64 lanes; 16 clocks stands for both chips"),
 }
 
-_LATENCY = {
-    "fp32": 4,
-    "fp32x2": 4,
-    "half": 4,
-    "integer": 4.5,
-    "multiply": 4.5,
-    "convert": 6,
-    "special": 18,
-    "shuffle": 23,
-    "double": 16,
-    "predicate": 6,
-    "shared": 29,
-    "move": 0,
+# Clocks from issue to a usable result, by instruction class.
+LATENCY = {
+    "fp32": Figure(4, "clk", PAPERS),
+    "fp32x2": Figure(4, "clk", "as fp32"),
+    "half": Figure(4, "clk", "as fp32"),
+    "integer": Figure(4.5, "clk", PAPERS + ": 4 or 5"),
+    "multiply": Figure(4.5, "clk", PAPERS + ": 4 or 5"),
+    "convert": Figure(6, "clk", PAPERS),
+    "special": Figure(18, "clk", PAPERS),
+    "shuffle": Figure(23, "clk", PAPERS),
+    "double": Figure(16, "clk", PAPERS),
+    "predicate": Figure(6, "clk", "an integer instruction, and more for its use in a branch"),
+    "shared": Figure(29, "clk", PAPERS),
 }
 
 
@@ -105,6 +105,12 @@ def _common() -> dict[str, Figure]:
         "proxy_fence": Figure(25, "clk", FIT),
         "remote": Figure(180, "clk", PAPERS + "; distributed shared memory"),
         "remote_bytes": Figure(32, "B/clk", PAPERS + "; distributed shared memory"),
+        "reduce_queue": Figure(400, "clk", FIT + ": additions on their way before the next one stalls its warp"),
+        "port_turn": Figure(40, "clk", FIT + ": the longest wait of a warp behind copies and matrix operands"),
+        "threads": Figure(2048, "an SM", GUIDE),
+        "ctas": Figure(32, "an SM", GUIDE),
+        "shared_bytes": Figure(228 * 1024, "B an SM", GUIDE),
+        "cta_shared_bytes": Figure(1024, "B a CTA, reserved", GUIDE),
         "launch": Figure(3.0, "us", "usual time of a dependent launch in a stream"),
     }
 
@@ -136,8 +142,8 @@ GB200 = Chip(
         "cta_start": Figure(500, "clk", FIT),
     },
     # FIT for the level; its fall with the footprint is H200's, footprints in proportion to the L2 sizes.
-    gather=((24, 10.0), (95, 8.3), (380, 7.0)),
-    latency=_LATENCY,
+    gather=((24, 11.5), (95, 9.6), (380, 8.1)),
+    latency={kind: figure.value for kind, figure in LATENCY.items()},
 )
 
 H200_CHIP = Chip(
@@ -169,7 +175,7 @@ H200_CHIP = Chip(
     # FIT for the level. The fall is H200: a forward by others gathers rows of 1152 bytes at 5.4, 4.5 and 3.8 TB/s on
     # average over its run, prologue and last wave included, from 8k, 32k and 128k rows; the first entry is 4k rows.
     gather=((4.7, 6.5), (9.4, 6.2), (37.7, 5.2), (151, 4.4)),
-    latency=_LATENCY,
+    latency={kind: figure.value for kind, figure in LATENCY.items()},
 )
 
 CHIPS = {"GB200": GB200, "H200": H200_CHIP}

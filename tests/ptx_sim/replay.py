@@ -20,10 +20,6 @@ from .trace import BULK_STORES, DRAIN, PART, RUN, SIGNAL, WAIT, Op, Trace
 
 # A warp gives up its turn after this many issue slots, or when it must wait longer than this.
 TURN_SLOTS, TURN_CLOCKS = 8, 6
-# Clocks of queued fp32 additions that a warp may be ahead of the path to L2 before its next one stalls.
-REDUCE_QUEUE = 400
-# A warp's shared-memory access waits at most this long behind copies and matrix operands: the port takes turns.
-PORT_TURN = 40
 
 
 @dataclass
@@ -285,17 +281,17 @@ class Replay:
 
     def _hold(self, cost: Cost, warp: _Warp, time: float) -> float:
         """When an instruction can issue, as far as its memory path decides."""
-        sm, action = warp.sm, cost.action
+        sm, action, turn = warp.sm, cost.action, self.chip["port_turn"]
         if action == "reduce":
-            return sm.reduce - REDUCE_QUEUE
+            return sm.reduce - self.chip["reduce_queue"]
         if action == "shared":
-            return sm.warp_port - PORT_TURN
+            return sm.warp_port - turn
         if action == "tmem wait":
             return warp.tmem
         if action == "tmem ld":
-            return warp.quarter.tmem_read - PORT_TURN
+            return warp.quarter.tmem_read - turn
         if action == "tmem st":
-            return warp.quarter.tmem_write - PORT_TURN
+            return warp.quarter.tmem_write - turn
         return time
 
     def _port(self, sm: _Sm, time: float, clocks: float) -> float:
@@ -311,10 +307,11 @@ class Replay:
     def _memory(self, cost: Cost, warp: _Warp, time: float) -> float:
         """Effects of a memory instruction issued now; returns when its result is there."""
         sm, chip, action, busy = warp.sm, self.chip, cost.action, self.result.busy
+        turn = chip["port_turn"]
         if action == "shared":
             waves = self.trace.wavefronts(cost.index)
             sm.warp_port = max(sm.warp_port, time) + waves
-            end = max(sm.warp_port, min(self._port(sm, time, waves), time + PORT_TURN))
+            end = max(sm.warp_port, min(self._port(sm, time, waves), time + turn))
             return end + chip.latency["shared"]
         if action in ("load", "store", "reduce"):
             size = 32 * self.trace.sectors(cost.index)

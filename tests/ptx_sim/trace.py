@@ -129,9 +129,8 @@ class Tracer(Observer):
         self._groups: dict[tuple, list] = {}
         self._matrix: dict[tuple, list[int]] = {}
         self._parts: dict[Warp, int] = {}
-        # The last bulk store: what it touched and its number.
-        self._stored: tuple = ()
-        self._last_store = -1
+        # What each operation touched, by its number.
+        self._touched: dict[int, tuple] = {}
         self._ranges: list[tuple] = []
         self._cursor = 0
         self._issues: list[tuple[int, int]] = []
@@ -328,17 +327,35 @@ class Tracer(Observer):
         self._ranges = []
 
     def end(self, op: AsyncOp) -> None:
-        """Lanes of one instruction that store the same bytes are one operation of the uniform datapath."""
-        if op.engine not in BULK_STORES:
-            return
-        number, warp = self._numbers[op], self.warp(op.split)
-        stored = (warp, op.index, tuple(self._ranges))
-        if stored == self._stored and self._issues[-2:] == [(op.index, self._last_store), (op.index, number)]:
-            self._issues.pop()
-            self._groups["bulk", op.split.warp][-1].pop()
-            self.trace.ops[number] = Op(op.engine, op.index, warp.cta, warp.index)
-        else:
-            self._stored, self._last_store = stored, number
+        self._touched[self._numbers[op]] = tuple(self._ranges)
+
+    def finish(self) -> None:
+        """Lanes of one instruction that store the same bytes are one operation of the uniform datapath: keep one."""
+        dropped: set[int] = set()
+        for warp in self.trace.warps:
+            for at, item in enumerate(warp.stream):
+                if item[0] == RUN and len(item[3]) > 1:
+                    kept = self._distinct(item[3])
+                    dropped.update(number for _, number in set(item[3]) - set(kept))
+                    warp.stream[at] = (*item[:3], kept)
+        for warp in self.trace.warps:
+            for at, item in enumerate(warp.stream):
+                if item[0] == DRAIN and dropped.intersection(item[1]):
+                    warp.stream[at] = (DRAIN, tuple(n for n in item[1] if n not in dropped), *item[2:])
+        for number in dropped:
+            op = self.trace.ops[number]
+            self.trace.ops[number] = Op(op.engine, op.index, op.cta, op.warp)
+
+    def _distinct(self, issues: tuple) -> tuple:
+        """Issued operations without stores that repeat the one before."""
+        kept, last = [], None
+        for index, number in issues:
+            store = self.trace.ops[number].engine in BULK_STORES
+            key = (index, self._touched.get(number)) if store else None
+            if key is None or key != last:
+                kept.append((index, number))
+            last = key
+        return tuple(kept)
 
     def bulk(self, split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:
         op = self._current(split)
@@ -393,16 +410,20 @@ class Tracer(Observer):
         self.trace.traffic["tensor memory", kind] += 128 * registers
 
 
-def record(launch: Launch, clusters: int | None = None) -> Trace:
-    """Run a launch (only its first clusters, if a number is given) and return its trace. Tensors are written."""
+def record(launch: Launch, clusters: int | None = None, **options: object) -> Trace:
+    """Run a launch (only its first clusters, if a number is given) and return its trace. Tensors are written.
+
+    Options are those of `Machine`.
+    """
     memory = launch.memory()
     program = launch.program(memory)
     x, y, z = launch.cluster
     trace = Trace(launch, program.code, program.module.target, x * y * z)
     tracer = Tracer(trace, program)
     program.bind = tracer.bind
-    machine = Machine(program, launch, memory, observer=tracer)
+    machine = Machine(program, launch, memory, observer=tracer, **options)
     while clusters is not None and len(machine.pending) > clusters:
         machine.pending.pop()
     machine.run()
+    tracer.finish()
     return trace
