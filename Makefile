@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: check bench test sentinel-h200 lint clean
+.PHONY: check bench test sentinel-h200 sanitize-h200 lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -30,7 +30,10 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
-	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py $(ARGS)
+	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py $(ARGS)
+
+sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
+	$(PY) -m tests.sanitize $(ARGS)
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="query tokens, of a text of S; default 64x4096 on a CPU, 4096x8192 on a GPU")  # fmt: skip
     parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (default 8 on a CPU, 1,8 on a GPU)")
     parser.add_argument("--rows", default="random", metavar="KIND,...", help=f"{', '.join(ROWS)} (default random)")
+    parser.add_argument("--invalid", default="0", metavar="PERCENT,...", help="slots made -1 at random (default 0)")
     parser.add_argument("--indexer", metavar="PATH", help="indexer tensors for text rows (default: the sample)")
     parser.add_argument("--pass", dest="passes", default="fwd,bwd", metavar="PASS,...",
                         help=f"{', '.join(PASSES)} (default fwd,bwd)")  # fmt: skip
     parser.add_argument("--impl", action="append", metavar="NAME",
-                        help="ours, ours:SETTING,... (deterministic, backend=..., tokens_per_tile=...), "
+                        help="ours, ours:SETTING,... (deterministic, fixed_shapes, backend=..., tokens_per_tile=...), "
                         f"{', '.join(PEERS)}, FORWARD+BACKWARD; repeatable (default ours, every --peer)")  # fmt: skip
     parser.add_argument("--backend", help="backend of ours (default: the device's own)")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PLACE",
@@ -76,6 +78,13 @@ def _numbers(name: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _percents(text: str) -> list[float]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) <= 100 for word in words):
+        raise ArgumentValueError("--invalid", "must be percentages, 0 to 100, with commas", text)
+    return [int(word) / 100 for word in words]
+
+
 def _tokens(text: str) -> list[tuple[int, int]]:
     pairs = []
     for word in text.split(","):
@@ -92,7 +101,7 @@ def _shapes(args: argparse.Namespace, kind: str) -> list[BenchShape]:
     if args.model or not args.shape:
         tokens = _tokens(args.tokens or DEFAULT_TOKENS[kind])
         shapes += model_shapes(args.model or ["glm5"], tokens, _numbers("tp", args.tp or DEFAULT_TP[kind]), rows)
-    return shapes
+    return [replace(shape, invalid=share) for shape in shapes for share in _percents(args.invalid)]
 
 
 def _implementation(name: str, args: argparse.Namespace, places: dict[str, str], made: dict) -> Implementation:

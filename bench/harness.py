@@ -37,9 +37,9 @@ from .verify import Partial, Verdict, Verifier, agreement, kept_for_agreement
 
 Row = dict[str, Any]
 ROW_FIELDS = (
-    "run", "impl", "pass", "model", "tp", "T", "S_kv", "H", "D", "d_v", "K", "rows", "union", "ms", "p10", "p90", "n",
-    "timing", "tflops", "tbps", "peak_mb", "ok", "verified", "err_vs_fp64", "of_limit", "agree", "config", "device",
-    "versions", "note",
+    "run", "impl", "pass", "model", "tp", "T", "S_kv", "H", "D", "d_v", "K", "rows", "invalid", "union", "ms", "p10",
+    "p90", "n", "timing", "tflops", "tbps", "peak_mb", "ok", "verified", "err_vs_fp64", "of_limit", "agree", "config",
+    "device", "versions", "note",
 )  # fmt: skip
 TENSORS = {FWD: ("out", "lse"), BWD: ("dq", "dkv", "d_sink", "dkv_total")}
 TENSORS[BOTH] = TENSORS[FWD] + TENSORS[BWD]
@@ -305,7 +305,7 @@ def run_shape(
     problem = shape.problem()
     base: Row = {
         "model": shape.name, "tp": shape.tp, "T": shape.T, "S_kv": shape.S_kv, "H": shape.H, "D": shape.D,
-        "d_v": shape.d_v, "K": shape.K, "rows": shape.rows, "config": {},
+        "d_v": shape.d_v, "K": shape.K, "rows": shape.rows, "invalid": shape.invalid, "config": {},
     }  # fmt: skip
     if inputs is None:
         subjects = [_Subject(impl, [], dict.fromkeys(settings.passes, missing)) for impl in implementations]

@@ -10,6 +10,8 @@ native results into the contract's, outside the timed part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -23,9 +25,12 @@ from cute_sparse_mla.errors import ArgumentValueError
 from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.problem import Problem
 
+from .fixed_shapes import fixed_shapes
+
 FWD, BWD, BOTH = "fwd", "bwd", "fwd+bwd"
 PASSES = (FWD, BWD, BOTH)
 Gradients = tuple[Tensor, Tensor, Tensor | None]
+Kernels = AbstractContextManager[None]  # within it, calls run some other build of the kernels
 
 
 class Call(ABC):
@@ -94,20 +99,25 @@ class Implementation(ABC):
 
 
 class _OursCall(Call):
-    def __init__(self, inputs: Inputs, options: dict[str, Any], deterministic: bool) -> None:
+    def __init__(
+        self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels]
+    ) -> None:
         super().__init__(inputs)
         self.options = {**inputs.options, **options}
         self.deterministic = deterministic
+        self.kernels = kernels
 
     def fwd(self) -> Any:
         i = self.inputs
-        return cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **self.options)
+        with self.kernels():
+            return cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **self.options)
 
     def bwd(self, state: Any) -> Any:
         i, (out, lse) = self.inputs, state
-        return cute_sparse_mla.bwd(
-            i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, deterministic=self.deterministic, **self.options
-        )
+        with self.kernels():
+            return cute_sparse_mla.bwd(
+                i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, deterministic=self.deterministic, **self.options
+            )
 
     def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
         return state
@@ -120,12 +130,16 @@ class _OursCall(Call):
 
 
 class Ours(Implementation):
-    """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart."""
+    """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart.
+
+    `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does.
+    """
 
     def __init__(self, settings: str = "", backend: str | None = None) -> None:
         self.name = f"ours:{settings}" if settings else "ours"
         self.version = cute_sparse_mla.__version__
         self.deterministic = False
+        self.kernels: Callable[[], Kernels] = nullcontext
         self.backend = backend
         names = {field.name for field in fields(SparseAttentionConfig)}
         chosen: dict[str, Any] = {}
@@ -133,12 +147,16 @@ class Ours(Implementation):
             key, _, value = setting.partition("=")
             if key == "deterministic" and not value:
                 self.deterministic = True
+            elif key == "fixed_shapes" and not value:
+                self.kernels = fixed_shapes
             elif key == "backend" and value:
                 self.backend = value
             elif key in names and value:
                 chosen[key] = int(value) if value.isdecimal() else value
             else:
-                known = ", ".join(("deterministic", "backend=...", *(f"{name}=..." for name in sorted(names))))
+                known = ", ".join(
+                    ("deterministic", "fixed_shapes", "backend=...", *(f"{name}=..." for name in sorted(names)))
+                )
                 raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
         self.settings = SparseAttentionConfig(**chosen)
 
@@ -159,7 +177,7 @@ class Ours(Implementation):
         return "" if answer.ok else answer.reason
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Call:
-        return _OursCall(inputs, self._options(), self.deterministic)
+        return _OursCall(inputs, self._options(), self.deterministic, self.kernels)
 
     def config(self, inputs: Inputs) -> dict[str, str]:
         i = inputs

@@ -9,6 +9,10 @@ Each adapter names its peer's conventions where they differ from the contract's,
                      sparse_mla_bwd(q, kv, o, do, indices, lse, sm_scale=...), batched, D 576, no sink, K a multiple of
                      128; log2 lse; a slot counts when `index <= token number` (the pipelined forward: plus a start), so
                      -1 counts and the filler must be S_kv. The backward needs S_kv == T to compute the contract.
+    miles            deepseek_v4 ops of radixark/miles, the example's form for D 512: sparse_mqa_fwd_interface(q, kv,
+                     sink, indices, sm_scale), sparse_mqa_bwd_interface(q, kv, sink, o, do, indices, lse, sm_scale);
+                     kv [B, S_kv, D]; -1 is the only filler; log2 lse with the sink's share; a sink is required (-inf
+                     is none).
     cuDNN frontend   cudnn.DSA.sparse_attention_backward_wrapper(q, kv, out, dout, lse, attn_sink, topk_idxs,
                      softmax_scale, topk_length) -> dq, dkv, d_sink; kv [S_kv, D]; natural-log lse without the sink; a
                      sink is required (-inf is none); SM90 2 heads and more. Its forward
@@ -21,6 +25,7 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -211,10 +216,11 @@ class TileLangExample(Implementation):
 
     name = "tilelang_example"
     FORWARD, BACKWARD = "sparse_mla_fwd_interface", "sparse_mla_bwd"
+    THREADS: int | None = None
 
     def __init__(self, where: str | None = None) -> None:
         if where is None:
-            raise ArgumentValueError("--peer", "tilelang_example needs tilelang_example=FOLDER, FILE or MODULE", None)
+            raise ArgumentValueError("--peer", f"{self.name} needs {self.name}=FOLDER, FILE or MODULE", None)
         folder = Path(where)
         if folder.is_dir():
             names = ("sparse_mla_fwd_pipelined", "sparse_mla_fwd", "sparse_mla_bwd")
@@ -230,6 +236,9 @@ class TileLangExample(Implementation):
         if self.fwd is None and self.bwd is None:
             raise ArgumentValueError("--peer", f"must have {self.FORWARD} or {self.BACKWARD}", where)
         self.version = version_of(modules[0])
+        if self.THREADS is not None:
+            self.fwd = None
+            self.bwd = next((_backward_with(m, self.THREADS) for m in modules if hasattr(m, self.BACKWARD)), None)
 
     def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
         if (self.fwd if which == FWD else self.bwd) is None:
@@ -257,6 +266,30 @@ class TileLangExample(Implementation):
         return f"the TileLang example's {which} bounds rows by the token number, here {start} below the position"
 
 
+class TileLangExample128(TileLangExample):
+    """The example's backward built with 128 threads, as it was before it chose them by the head block."""
+
+    name = "tilelang_example_128"
+    THREADS = 128
+
+
+def _backward_with(module: ModuleType, threads: int) -> Callable:
+    """The example's `sparse_mla_bwd` from its parts, since it passes no thread count on."""
+
+    def sparse_mla_bwd(
+        q: Tensor, kv: Tensor, o: Tensor, do: Tensor, indices: Tensor, lse: Tensor, sm_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        D, tail, groups = o.shape[-1], q.shape[-1] - o.shape[-1], kv.shape[2]
+        delta, dkv = module.preprocess(o, do), torch.zeros_like(kv, dtype=torch.float32)
+        dq = module.bwd(
+            q, kv, do, indices, lse, delta, dkv, q.shape[2], D, tail, indices.shape[-1], groups, sm_scale, True,
+            threads=threads,
+        )  # fmt: skip
+        return dq, module.postprocess(dkv, D, tail, groups)
+
+    return sparse_mla_bwd
+
+
 def _last_tokens_start(inputs: Inputs) -> int:
     """Position of the first query when queries are the last tokens."""
     return inputs.kv.shape[0] - inputs.q.shape[0]
@@ -267,6 +300,78 @@ def _is_causal(inputs: Inputs, start: int) -> bool:
     rows = _int32_rows(inputs)
     bounds = torch.arange(start, start + rows.shape[0], device=rows.device)
     return not bool(((rows > bounds[:, None]) & (rows < inputs.kv.shape[0])).any())
+
+
+# -- the example's form in miles, for D 512 ------------------------------------------------------------------------
+
+
+class _MilesCall(Call):
+    def __init__(self, inputs: Inputs, fwd: Callable, bwd: Callable) -> None:
+        super().__init__(inputs)
+        self.run_fwd, self.run_bwd = fwd, bwd
+        rows, S_kv = _int32_rows(inputs), inputs.kv.shape[0]
+        self.rows = rows.masked_fill((rows < 0) | (rows >= S_kv), -1)[None].contiguous()
+        self.q, self.kv, self.dout = (t.contiguous()[None] for t in (inputs.q, inputs.kv[:, 0], inputs.dout))
+        no_sink = torch.full((inputs.q.shape[1],), -math.inf, device=inputs.q.device)
+        self.sink = no_sink if inputs.attn_sink is None else inputs.attn_sink
+
+    def fwd(self) -> Any:
+        return self.run_fwd(self.q, self.kv, self.sink, self.rows, sm_scale=self.inputs.sm_scale)
+
+    def bwd(self, state: Any) -> Any:
+        out, lse = state
+        return self.run_bwd(
+            self.q, self.kv, self.sink, out, self.dout, self.rows, lse, sm_scale=self.inputs.sm_scale
+        )  # fmt: skip
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        out, lse = state[0][0], state[1][0] / LOG2_E
+        # Theirs counts the sink's share.
+        return out, lse + torch.log1p(-torch.exp(self.sink - lse))
+
+    def gradients(self, native: Any) -> Gradients:
+        dq, dkv, d_sink = native
+        return dq[0], dkv[0, :, None], None if self.inputs.attn_sink is None else d_sink
+
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        return out.contiguous()[None], (torch.logaddexp(lse, self.sink) * LOG2_E)[None]
+
+    def conversions(self) -> str:
+        return "lse between log2 with the sink and ln without (not in its time)"
+
+
+class Miles(Implementation):
+    """The DeepSeek-V4 sparse MLA of miles (radixark/miles, `deepseek_v4/ops/kernel`): the example's form for D 512.
+
+    `where` is a folder with `tilelang_sparse_mla_fwd.py` and `tilelang_sparse_mla_bwd.py`.
+    """
+
+    name = "miles_v4"
+
+    def __init__(self, where: str | None = None) -> None:
+        if where is None:
+            raise ArgumentValueError("--peer", "miles_v4 needs miles_v4=FOLDER", None)
+        forward, backward = (
+            load_module(str(Path(where) / f"{name}.py"), name)
+            for name in ("tilelang_sparse_mla_fwd", "tilelang_sparse_mla_bwd")
+        )
+        self.fwd, self.bwd = forward.sparse_mqa_fwd_interface, backward.sparse_mqa_bwd_interface
+        self.version = version_of(forward)
+
+    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+        if problem.has_topk_length:
+            return "miles has no topk_length"
+        if problem.H > 64 and problem.H % 64:
+            return "above 64 heads miles takes multiples of 64"
+        if problem.K == 0:
+            return "miles needs K > 0"
+        return _common_limits(problem, (torch.bfloat16,), (512,))
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Call:
+        return _MilesCall(inputs, self.fwd, self.bwd)
+
+    def differs(self, inputs: Inputs, which: str) -> str:
+        return _future_rows("miles", inputs)
 
 
 # -- cuDNN ---------------------------------------------------------------------------------------------------------
@@ -341,6 +446,6 @@ class CuDNN(Implementation):
         return _future_rows("cuDNN", inputs)
 
 
-PEERS: dict[str, type[FlashMLA] | type[TileLangExample] | type[CuDNN]] = {
-    peer.name: peer for peer in (FlashMLA, TileLangExample, CuDNN)
+PEERS: dict[str, type[FlashMLA] | type[TileLangExample] | type[Miles] | type[CuDNN]] = {
+    peer.name: peer for peer in (FlashMLA, TileLangExample, TileLangExample128, Miles, CuDNN)
 }

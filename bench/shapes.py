@@ -41,6 +41,7 @@ class BenchShape:
     """One packed call: T query tokens, the last of a text of `context` tokens, over `S_kv` rows of kv.
 
     A layer with a window holds the text's own rows first and the rows compressed `compression` to one behind them.
+    `invalid` is the share of slots, spread at random, that are made -1.
     """
 
     name: str
@@ -57,6 +58,7 @@ class BenchShape:
     rows: str = "random"
     tp: int = 1
     dtype: torch.dtype = torch.bfloat16
+    invalid: float = 0.0
 
     @property
     def topk(self) -> int:
@@ -82,7 +84,8 @@ class BenchShape:
 
     def __str__(self) -> str:
         text = f"{self.name} tp{self.tp}" if self.name in ALL_MODELS else self.name
-        return f"{text}: {self.T} x {self.S_kv}, H {self.H}, D {self.D}, K {self.K}, {self.rows} rows"
+        holes = f", {self.invalid:.0%} of slots invalid" if self.invalid else ""
+        return f"{text}: {self.T} x {self.S_kv}, H {self.H}, D {self.D}, K {self.K}, {self.rows} rows{holes}"
 
 
 def model_shape(model: ModelShape, T: int, context: int, tp: int = 1, rows: str = "random") -> BenchShape:
@@ -191,6 +194,8 @@ def draw(shape: BenchShape, device: torch.device, seed: int = 0, indexer: Indexe
         indices, positions = made.indices, made.q_positions
     else:
         indices = _random_rows(shape, generator, device)
+    if shape.invalid:
+        indices = indices.masked_fill(torch.rand(indices.shape, generator=generator, device=device) < shape.invalid, -1)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)

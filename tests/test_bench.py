@@ -320,7 +320,7 @@ def test_command_line_counts_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     ["--shape 1,2", "--shape 9,4,1,64,4", "--rows real", "--pass backward", "--tokens 8x4", "--tokens a",
      "--impl theirs", "--impl ours:fast", "--peer x=y", "--peer flash_mla", "--impl tilelang_example", "--tp 3",
      "--tp 0",     "--impl flash_mla --peer flash_mla=no_such_module", "--peer flash_mla=/no/such/file.py",
-     "--rows text --indexer /no/such/file"],
+     "--rows text --indexer /no/such/file", "--invalid 101"],
 )  # fmt: skip
 def test_command_line_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(*words.split()) == 2

@@ -16,7 +16,7 @@ import cute_sparse_mla
 from bench import cli, peers
 from bench.harness import Run, Settings, run_shape
 from bench.implementations import Ours, Pair
-from bench.peers import CuDNN, FlashMLA, TileLangExample
+from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128
 from bench.shapes import BenchShape, draw
 from cute_sparse_mla.precision import Inputs
 
@@ -69,6 +69,47 @@ def sparse_mla_bwd(q, kv, o, do, indices, lse, sm_scale=None, is_casual=True, re
     dq, dkv, _ = cute_sparse_mla.bwd(q, kv, o, do, indices, lse * math.log(2), sm_scale=sm_scale, causal=True,
                                      q_positions=torch.arange(q.shape[1])[None], backend="reference")
     return dq, dkv
+"""
+
+PARTS = """
+import torch
+import sparse_mla_bwd as whole
+seen = []
+def preprocess(o, do):
+    return (o, do)
+def bwd(q, kv, do, indices, lse, delta, dkv, H, D, D_tail, topk, kv_group, sm_scale, is_causal, threads=None):
+    assert delta[1] is do and H == q.shape[2] and (D, D_tail, kv_group) == (512, 64, 1) and topk == indices.shape[-1]
+    seen.append(threads)
+    dq, total = whole.sparse_mla_bwd(q, kv, delta[0], do, indices, lse, sm_scale=sm_scale)
+    dkv += total
+    return dq
+def postprocess(dkv, D, D_tail, kv_group):
+    return dkv.bfloat16()
+def sparse_mla_bwd():
+    raise AssertionError("its parts are called")
+"""
+
+MILES_FWD = """
+import math
+import torch
+import cute_sparse_mla
+def sparse_mqa_fwd_interface(q, kv, attn_sink, topk_idxs, sm_scale=None, block_I=64, num_stages=2, threads=256):
+    assert kv.dim() == 3 and topk_idxs.dim() == 3 and attn_sink.dtype == torch.float32
+    out, lse = cute_sparse_mla.fwd(q, kv[:, :, None], topk_idxs[:, :, None], sm_scale=sm_scale, attn_sink=attn_sink,
+                                   backend="reference")
+    return out, torch.logaddexp(lse, attn_sink) * math.log2(math.e)
+"""
+
+MILES_BWD = """
+import math
+import torch
+import cute_sparse_mla
+def sparse_mqa_bwd_interface(q, kv, attn_sink, o, do, topk_idxs, lse, sm_scale=None):
+    natural = lse * math.log(2)
+    dq, dkv, d_sink = cute_sparse_mla.bwd(
+        q, kv[:, :, None], o, do, topk_idxs[:, :, None], natural + torch.log1p(-torch.exp(attn_sink - natural)),
+        sm_scale=sm_scale, attn_sink=attn_sink, backend="reference")
+    return dq, dkv[:, :, 0], d_sink
 """
 
 CUDNN = """
@@ -193,6 +234,38 @@ def test_tilelang_example_bounds_rows_by_token_number(folder: Path) -> None:
     peer = {row["pass"]: row for row in rows if row["impl"] == "tilelang_example"}
     assert peer["fwd"]["ok"] is True and peer["fwd"]["agree"]["ours"]["out"] == 0
     assert peer["bwd"]["ok"] is None and peer["bwd"]["ms"] > 0 and "not compared" in peer["bwd"]["note"]
+
+
+def test_tilelang_example_with_128_threads(folder: Path) -> None:
+    shape, inputs = inputs_of()
+    (folder / "parts.py").write_text(PARTS)
+    peer = TileLangExample128(str(folder / "parts.py"))
+    assert "no forward" in peer.unsupported(shape.problem(), "fwd", CPU)
+    call = peer.prepare(inputs, shape.problem())
+    dq, dkv, _ = call.gradients(call.bwd(call.adopt(*forward(inputs))))
+    for mine, theirs in zip((dq, dkv), backward(inputs), strict=False):
+        assert (mine.float() - theirs.float()).norm() < 4e-3 * theirs.float().norm()
+    assert sys.modules["parts"].seen == [128]
+
+
+@pytest.mark.parametrize("sink", (False, True))
+def test_miles(folder: Path, sink: bool) -> None:
+    (folder / "tilelang_sparse_mla_fwd.py").write_text(MILES_FWD)
+    (folder / "tilelang_sparse_mla_bwd.py").write_text(MILES_BWD)
+    shape = replace(D576, D=512, has_sink=sink)
+    inputs, peer = draw(shape, CPU), Miles(str(folder))
+    assert peer.unsupported(shape.problem(), "fwd", CPU) == peer.unsupported(shape.problem(), "bwd", CPU) == ""
+    assert "D in (512,)" in peer.unsupported(D576.problem(), "fwd", CPU)
+    assert "multiples of 64" in peer.unsupported(replace(shape.problem(), H=96), "bwd", CPU)
+    call = peer.prepare(inputs, shape.problem())
+    state = call.fwd()
+    wanted_out, wanted_lse = forward(inputs)
+    out, lse = call.out_lse(state)
+    assert torch.equal(out, wanted_out) and torch.allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    for native in (state, call.adopt(wanted_out, wanted_lse)):
+        for mine, theirs in zip(call.gradients(call.bwd(native)), backward(inputs), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or (mine.float() - theirs.float()).norm() < 2e-3 * theirs.float().norm()
 
 
 def test_tilelang_example_limits(folder: Path) -> None:

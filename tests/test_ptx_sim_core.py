@@ -234,12 +234,11 @@ END:
 
 
 def test_livelock_is_reported() -> None:
-    with pytest.raises(Deadlock, match=r"5 time slices without progress: CTA .* warp 0 spins at PTX line"):
-        run(
-            "SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
-            {"flag": np.zeros(1, np.uint32)},
-            limit=5,
-        )
+    flag = {"flag": np.zeros(1, np.uint32)}
+    with pytest.raises(Deadlock, match=r"livelock: CTA .* warp 0 spins at PTX line(.|\n)*can run"):
+        run("SPIN: ld.volatile.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;", flag)
+    with pytest.raises(Deadlock, match=r"livelock: 5 time slices without progress: CTA .* warp 0 runs at PTX line"):
+        run("SPIN: mov.u32 %r1, %clock; setp.ne.u32 %p1, %r1, 1; @%p1 bra SPIN;", flag, limit=5)
 
 
 # Barriers and asynchronous copies -------------------------------------------------------------------------------------
@@ -330,3 +329,27 @@ def test_parser_scopes_and_lines() -> None:
     body = module.kernels["kernel"].body
     assert body[0].operands[0] == body[2].operands[1]
     assert body[0].operands[0] != body[1].operands[0]
+
+
+PRINT = """.local .align 8 .b8 depot[32]; mov.b64 %d20, depot; cvta.local.u64 %d21, %d20; setp.gt.u32 %p1, %r0, 1;
+st.local.b32 [%d20], %r0; mov.b64 %d22, 0d3FF8000000000000; st.local.b64 [%d20+8], %d22; st.local.b64 [%d20+16], %d0;
+@%p1 bra OUT;
+{ .param .b64 text; .param .b64 values; .param .b32 result; st.param.b64 [text], %d1; st.param.b64 [values], %d21;
+call.uni (result), vprintf, (text, values); ld.param.b32 %r9, [result]; }
+OUT:
+"""
+
+
+def test_printf(capsys: pytest.CaptureFixture) -> None:
+    """The PTX that compilers emit for printf: one line per lane, values laid out as a C struct."""
+    name = np.frombuffer(b"rows\0", np.uint8).copy()
+    text = np.frombuffer(b"%02d: %-5.1f|%s 100%%\n\0", np.uint8).copy()
+    report = run(LANE + PRINT, {"name": name, "text": text})
+    assert report.printed == ["00: 1.5  |rows 100%\n", "01: 1.5  |rows 100%\n"]
+    assert capsys.readouterr().out == "".join(report.printed)
+    assert not report.findings
+
+
+def test_calls_of_other_functions_are_refused() -> None:
+    with pytest.raises(PtxError, match=r"call of somewhere: device functions that are not inlined are not modelled"):
+        run("call.uni somewhere, (%r1);", {})

@@ -56,3 +56,28 @@ def test_a_tensor_that_was_not_named_is_out_of_range(compiled: object) -> None:
     recorder = capture_cute.Recorder(run=True)
     with pytest.raises(SimError, match=r"global store of \d+ bytes out of range"):
         recorder.call(compiled, {"x": x}, x, y)
+
+
+@cute.kernel
+def print_kernel(source):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < 2:
+        cute.printf("thread {} has {}", thread, source[thread])
+
+
+@cute.jit
+def print_some(source):
+    print_kernel(source).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+def test_kernels_may_print() -> None:
+    x = torch.arange(32.0)
+    function = cute.compile(
+        print_some, from_dlpack(capture_cute.CudaView(x)), options="--enable-tvm-ffi --gpu-arch sm_100a"
+    )
+    recorder = capture_cute.Recorder(run=True)
+    recorder.call(function, {"x": x}, x)
+    assert [line.strip() for line in recorder.reports[0].printed] == [
+        "thread 0 has 0.000000",
+        "thread 1 has 1.000000",
+    ]

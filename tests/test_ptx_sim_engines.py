@@ -340,7 +340,7 @@ mul.wide.u32 %d50, %r44, {4 * n}; mul.wide.u32 %d51, %r43, 8; add.s64 %d50, %d50
     for i in range(n // 8):
         code += f"st.global.v2.b32 [%d50+{32 * i}], {{%r{100 + 4 * i}, %r{101 + 4 * i}}};\n"
         code += f"st.global.v2.b32 [%d50+{32 * i + 32 * n}], {{%r{102 + 4 * i}, %r{103 + 4 * i}}};\n"
-    run(code, {"source": source, "out": out, "plain": plain}, shared=LARGE, block=128)
+    run(code, {"source": source, "out": out, "plain": plain}, shared=LARGE, block=128, target="sm_90a")
     np.testing.assert_allclose(out, a.astype(np.float64) @ b.T.astype(np.float64), rtol=1e-5, atol=1e-4)
 
 

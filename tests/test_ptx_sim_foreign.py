@@ -21,6 +21,17 @@ if REASON is None:
 BF16_ERROR = 4e-3
 
 
+# What is known of these kernels and harmless: the SM100 backward's sum of products shuffles under a mask that names
+# lanes which branched around it, and the SM90 main kernel arrives on two barriers once more than it waits.
+KNOWN = ("a .sync member mask names lanes that branched around the instruction", "incomplete at the exit of CTA")
+
+
+def check_findings(result: dsa.Result) -> None:
+    """No report about a kernel that is known to work, but for what is true of it."""
+    findings = [f for report in result.reports for f in report.findings]
+    assert not [f for f in findings if not f.startswith(KNOWN)]
+
+
 @pytest.mark.parametrize(("heads", "dim"), dsa.FORWARD)
 @pytest.mark.parametrize(("slots", "ragged"), [(128, False), (256, True)])
 def test_forward(heads: int, dim: int, slots: int, ragged: bool) -> None:
@@ -55,6 +66,7 @@ def test_forward_of_an_empty_row() -> None:
 def test_backward(heads: int, dim: int, deterministic: bool) -> None:
     p = dsa.problem(heads, dim, 128, seed=1)
     result, truth = dsa.backward(p, deterministic), dsa.oracle(p)
+    check_findings(result)
     for name in ("dq", "dkv", "d_sink"):
         assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
 
@@ -63,6 +75,7 @@ def test_backward(heads: int, dim: int, deterministic: bool) -> None:
 def test_backward_of_cta_pairs(heads: int) -> None:
     p = dsa.problem(heads, 576, 128, seed=4)
     result, truth = dsa.backward_pair(p), dsa.oracle(p)
+    check_findings(result)
     for name in ("dq", "dkv", "d_sink"):
         assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
 
@@ -70,6 +83,7 @@ def test_backward_of_cta_pairs(heads: int) -> None:
 def test_backward_of_ragged_rows() -> None:
     p = dsa.problem(64, 576, 128, tokens=3, rows=200, seed=2, ragged=True)
     result, truth = dsa.backward(p), dsa.oracle(p)
+    check_findings(result)
     for name in ("dq", "dkv", "d_sink"):
         assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
 
@@ -90,6 +104,7 @@ def test_backward_for_hopper(heads: int, dim: int) -> None:
     """The wheel's SM90 backward: wgmma, TMA, named barriers, fp32 vector reductions."""
     p = dsa.problem(heads, dim, 128, seed=3, ragged=True)
     result, truth = dsa.backward_sm90(p), dsa.oracle(p)
+    check_findings(result)
     for name in ("dq", "dkv", "d_sink"):
         assert dsa.relative_error(result.tensors[name], truth[name]) < BF16_ERROR, name
 

@@ -49,6 +49,7 @@ def test_a_saved_launch_runs_at_other_addresses(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     first, values = small_launch()
     first.save(tmp_path / "000")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.argv", ["ptx_sim", "run", str(tmp_path), "--save", str(tmp_path / "after")])
     assert main() == 0
     assert "warp instructions" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `opcodes`, `mutants`, `coverage`, `predict` and others."""
+"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `speed`, `opcodes`, `coverage`, `predict` and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import coverage, mutate, timing_commands
+from . import assembly, coverage, mutate, timing_commands
 from .launch import Launch
 from .machine import Machine
 from .memory import SimError
@@ -31,16 +31,18 @@ def run(args: argparse.Namespace) -> int:
             f"shared {launch.shared_bytes} B"
         )
         try:
+            if not args.no_ptxas:
+                assembly.assemble(launch.ptx)
             memory = launch.memory()
             program = launch.program(memory)
-            report = Machine(program, launch, memory, resident=args.resident).run()
+            report = Machine(program, launch, memory, resident=args.resident, strict=args.strict).run()
         except (SimError, PtxError) as error:
             print(f"  failed: {error}")
             status = 1
             continue
         print(
             f"  {report.warp_instructions} warp instructions in {report.seconds:.2f} s "
-            f"({report.microseconds_per_instruction:.1f} us each)"
+            f"({report.microseconds_per_instruction:.1f} us of CPU time each)"
         )
         for finding in report.findings:
             print(f"  {finding}")
@@ -101,6 +103,17 @@ def make_witnesses(args: argparse.Namespace) -> int:
     return 0
 
 
+def show_speed(args: argparse.Namespace) -> int:
+    from . import foreign_dsa, speed
+
+    if (reason := foreign_dsa.unavailable()) is not None:
+        sys.exit(reason)
+    rows, most = speed.table(args.repeats, args.only)
+    print("\n".join(rows))
+    print(f"{most:.2f} us of CPU time per warp instruction at most; the aim is {speed.LIMIT}")
+    return int(most > speed.LIMIT)
+
+
 def run_judge(args: argparse.Namespace) -> int:
     from . import judge
 
@@ -119,8 +132,14 @@ def main() -> int:
     sub = commands.add_parser("run", help="execute saved launches")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
+    sub.add_argument("--strict", action="store_true", help="findings are failures")
+    sub.add_argument("--no-ptxas", action="store_true", help="do not assemble the PTX first, where ptxas is on PATH")
     sub.add_argument("--save", type=Path, help="folder for the tensors after the run")
     sub.set_defaults(do=run)
+    sub = commands.add_parser("speed", help="CPU time per warp instruction of the foreign kernels")
+    sub.add_argument("--only", default="", help="kernels whose name contains this")
+    sub.add_argument("--repeats", type=int, default=3)
+    sub.set_defaults(do=show_speed)
     sub = commands.add_parser("opcodes", help="list the opcode forms of a PTX file")
     sub.add_argument("file", type=Path)
     sub.set_defaults(do=opcodes)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import FULL, LANES, Split
-from .memory import LOCAL_WINDOW, OFFSET_MASK, POISON, RANK_SHIFT, SHARED_WINDOW, SimError
+from .machine import FULL, LANES, Split, lanes_text
+from .memory import LOCAL_WINDOW, OFFSET_MASK, POISON_HALF, RANK_SHIFT, SHARED_WINDOW, SimError
 
 SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
+# The mark of a written element of each size.
+WRITTEN = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: 0xFFFFFFFFFFFFFFFF, 16: 0xFFFFFFFF}
 _SHARED64, _LOCAL64 = np.uint64(SHARED_WINDOW), np.uint64(LOCAL_WINDOW)
 
 
@@ -24,10 +26,12 @@ def _active(mask: np.ndarray, address: np.ndarray) -> np.ndarray | None:
     return np.where(mask, address, address[lane])
 
 
-def shared_index(split: Split, address: np.ndarray, size: int, what: str, cluster: bool) -> np.ndarray:
-    """Element index of shared addresses in the view of `size`-byte elements."""
+def shared_index(
+    split: Split, address: np.ndarray, size: int, what: str, cluster: bool, store_at: int | None = None
+) -> np.ndarray:
+    """Element index of shared addresses in the view of `size`-byte elements; a store gives its instruction index."""
     shared = split.cta.cluster.shared
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     rank = low >> RANK_SHIFT
     if rank == high >> RANK_SHIFT:
         if (high & OFFSET_MASK) + size > shared.size or rank >= shared.ranks:
@@ -40,13 +44,50 @@ def shared_index(split: Split, address: np.ndarray, size: int, what: str, cluste
     if int(np.bitwise_or.reduce(address)) & (size - 1):
         bad = next(a for a in address.tolist() if a & (size - 1))
         raise SimError(f"{what} of {size} bytes misaligned: {shared.describe(bad)}")
+    if store_at is not None:
+        first, end = shared.barrier_span
+        across = rank != high >> RANK_SHIFT
+        if first < end and (across or (low & OFFSET_MASK < end and high & OFFSET_MASK >= first - 15)):
+            hit = shared.barriers.keys() & {(a + i) & ~7 for a in address.tolist() for i in range(0, size, 8)}
+            for at in hit:
+                _over_barrier(split, store_at, at)
     return address >> address.dtype.type(SHIFTS[size])
+
+
+def _over_barrier(split: Split, index: int, address: int) -> None:
+    barrier = split.cta.cluster.shared.barriers[address]
+    split.machine.finding(f"write over a live mbarrier: by {split.warp.name}; {barrier.describe()}", index)
+
+
+def wrote(split: Split, index: int, address: int, size: int) -> None:
+    """Bookkeeping of a contiguous write to shared memory: its marks, and whether it hit a live mbarrier."""
+    shared = split.cta.cluster.shared
+    shared.marks[1][address : address + size] = 0xFF
+    first, end = shared.barrier_span
+    offset = address & OFFSET_MASK
+    if offset < end and offset + size > first:
+        for at in shared.barriers:
+            if address < at + 8 and at < address + size:
+                _over_barrier(split, index, at)
+
+
+def must_be_written(split: Split, index: int, address: int, size: int, what: str) -> None:
+    """Report a contiguous read of shared memory that nobody wrote."""
+    shared = split.cta.cluster.shared
+    marks = shared.marks[1][address : address + size]
+    if not marks.all():
+        missing = np.flatnonzero(marks == 0)
+        split.machine.finding(
+            f"{what} of uninitialised shared memory: {len(missing)} of {size} bytes, first at "
+            f"{shared.describe(address + int(missing[0]))} by {split.warp.name}",
+            index,
+        )
 
 
 def global_index(split: Split, address: np.ndarray, size: int, what: str) -> tuple[dict, np.ndarray]:
     """(views of the allocation, element index) of global addresses that lie in one allocation."""
     memory = split.machine.memory
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     if int(np.bitwise_or.reduce(address)) & (size - 1):
         bad = next(a for a in address.tolist() if a & (size - 1))
         raise SimError(f"global {what} of {size} bytes misaligned: {memory.describe(bad)}")
@@ -73,6 +114,34 @@ def _raw(rows: np.ndarray, size: int) -> np.ndarray:
     return rows.view(np.uint32).reshape(32, 4) if size == 16 else rows.view(f"u{size}").reshape(32)
 
 
+def describe(split: Split, space: str, address: int) -> str:
+    """Where an address of a state space lies, for messages."""
+    if space == "global":
+        return split.machine.memory.describe(address)
+    if space == "local":
+        return f"byte {address} of local memory"
+    return split.cta.cluster.shared.describe(address)
+
+
+def spaces_of(address: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
+    """Masks of the lanes whose generic addresses lie in one state space; inactive lanes repeat an active address."""
+    window = address >> np.uint64(60)
+    if int(np.bitwise_or.reduce(window ^ window[0])) == 0:
+        return [mask]
+    return [mask & (window == value) for value in np.unique(window)]
+
+
+def shared_of(address: np.ndarray, mask: np.ndarray, what: str) -> np.ndarray:
+    """Shared addresses from generic (64-bit) or shared (32-bit) ones; active lanes elsewhere are an error."""
+    if address.dtype != np.uint64:
+        return address
+    outside = mask & (address >> np.uint64(60) != np.uint64(1))
+    if outside.any():
+        bad = int(address[int(outside.argmax())])
+        raise SimError(f"{what}: the generic address of {lanes_text(outside)} is not in shared memory (0x{bad:x})")
+    return (address - _SHARED64).astype(np.uint32)
+
+
 def resolve(address: np.ndarray, mask: np.ndarray) -> tuple[str, np.ndarray]:
     """The state space of a generic address (PTX ISA 5.1.4, generic addressing) and the address within it."""
     first = int(address[int(mask.argmax())])
@@ -90,6 +159,12 @@ def load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: 
         return np.zeros((32, 4), np.uint32) if size == 16 else np.zeros(32, f"u{size}")
     cluster = space != "shared::cta"
     if space == "generic":
+        groups = spaces_of(address, mask)
+        if len(groups) > 1:
+            out = np.zeros((32, 4), np.uint32) if size == 16 else np.zeros(32, f"u{size}")
+            for lanes in groups:
+                out[lanes] = load(split, lanes, index, address, size, space)[lanes]
+            return out
         space, address = resolve(address, mask)
     observer = split.machine.observer
     if observer is not None:
@@ -100,36 +175,42 @@ def load(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: 
             return _raw(np.stack(_global_each(split, address, size, "load")).reshape(-1).copy(), size)
         return views[size][at]
     if space == "local":
-        return _local(split, address, size, "load")[0][_local(split, address, size, "load")[1]]
+        cells, marks, at = _local(split, address, size, "load")
+        _report_unwritten(split, mask, index, "local", address, marks[at], size)
+        return cells[at]
     at = shared_index(split, address, size, "shared load", cluster)
-    out = split.cta.cluster.shared.views[size][at]
-    if size >= 4:
-        stale = (out if size != 8 else out.view(np.uint32)) == POISON
-        if stale.any():
-            _report_poison(split, mask, index, address, stale, size)
+    shared = split.cta.cluster.shared
+    out = shared.views[size][at]
+    if size == 1 or shared.odd or (out.view(np.uint16) == POISON_HALF).any():
+        _report_unwritten(split, mask, index, "shared", address, shared.marks[size][at], size)
     return out
 
 
-def _report_poison(
-    split: Split, mask: np.ndarray, index: int, address: np.ndarray, stale: np.ndarray, size: int
+def _report_unwritten(
+    split: Split, mask: np.ndarray, index: int, space: str, address: np.ndarray, marks: np.ndarray, size: int
 ) -> None:
-    lanes = stale.reshape(32, -1).any(1) & mask
+    lanes = (marks != WRITTEN[size]).reshape(32, -1).any(1) & mask
     if lanes.any():
-        bad = int(address[int(lanes.argmax())])
-        text = split.cta.cluster.shared.describe(bad)
+        text = describe(split, space, int(address[int(lanes.argmax())]))
         split.machine.finding(
-            f"load of uninitialised shared memory: {size} bytes at {text} by {split.warp.name}", index
+            f"load of uninitialised {space} memory: {size} bytes at {text} by {split.warp.name}, {lanes_text(lanes)}",
+            index,
         )
 
 
-def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+def _local(split: Split, address: np.ndarray, size: int, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(cells, marks, element index) of local addresses, which every lane has for itself."""
     local = split.warp.local
-    low, high = int(address.min()), int(address.max())
+    low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
     if local is None or low < 0 or high + size > local.shape[1]:
-        raise SimError(f"local {what} of {size} bytes out of range at {high}")
+        held = 0 if local is None else local.shape[1]
+        raise SimError(f"local {what} of {size} bytes out of range: byte {high} of {held} that a lane has")
+    if int(np.bitwise_or.reduce(address)) & (size - 1):
+        raise SimError(f"local {what} of {size} bytes misaligned")
     flat = (address.astype(np.int64) + LANES.astype(np.int64) * local.shape[1]) >> SHIFTS[size]
-    view = local.reshape(-1)
-    return (view.view(np.uint32).reshape(-1, 4) if size == 16 else view.view(f"u{size}")), flat
+    both = (view.reshape(-1) for view in (local, split.warp.local_marks))
+    cells, marks = (v.view(np.uint32).reshape(-1, 4) if size == 16 else v.view(f"u{size}") for v in both)
+    return cells, marks, flat
 
 
 def store(
@@ -141,6 +222,11 @@ def store(
         return
     cluster = space != "shared::cta"
     if space == "generic":
+        groups = spaces_of(address, mask)
+        if len(groups) > 1:
+            for lanes in groups:
+                store(split, lanes, index, address, size, space, data)
+            return
         space, address = resolve(address, mask)
     observer = split.machine.observer
     if observer is not None:
@@ -154,15 +240,19 @@ def store(
                     view[:] = rows[lane]
             return
         target = views[size]
+        marks = None
     elif space == "local":
-        target, at = _local(split, address, size, "store")
+        target, marks, at = _local(split, address, size, "store")
     else:
-        at = shared_index(split, address, size, "shared store", cluster)
-        target = split.cta.cluster.shared.views[size]
-    if mask is FULL:
-        target[at] = data
-    else:
-        target[at[mask]] = data[mask]
+        shared = split.cta.cluster.shared
+        at = shared_index(split, address, size, "shared store", cluster, index)
+        target, marks = shared.views[size], shared.marks[size]
+        shared.odd |= size == 1
+    if mask is not FULL:
+        at, data = at[mask], data[mask]
+    target[at] = data
+    if marks is not None:
+        marks[at] = WRITTEN[size]
 
 
 ATOMICS = {
@@ -184,18 +274,50 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
     if safe is None:
         return [None] * 32
     if space == "generic":
+        groups = spaces_of(safe, mask)
+        if len(groups) > 1:
+            parts = [_cells(split, lanes, index, address, size, space) for lanes in groups]
+            return [next((cell for cell in cells if cell is not None), None) for cells in zip(*parts, strict=True)]
         space, safe = resolve(safe, mask)
     if int(np.bitwise_or.reduce(safe)) & (size - 1):
-        raise SimError(f"atomic of {size} bytes misaligned at 0x{int(safe.max()):x}")
+        bad = next(a for a in safe.tolist() if a & (size - 1))
+        raise SimError(f"{space.split(':')[0]} atomic of {size} bytes misaligned: {describe(split, space, bad)}")
     observer = split.machine.observer
     if observer is not None:
         observer.access(split, mask, index, space, safe, size, "atomic")
     if space == "global":
         cells = _global_each(split, safe, size, "atomic")
+    elif space == "local":
+        raise SimError("atomic on local memory: atomics reach global and shared memory only")
     else:
         shared = split.cta.cluster.shared
         cells = [shared.bytes_at(item, size) for item in safe.tolist()]
+        for item in set(safe.tolist()):
+            must_be_written(split, index, item, size, "atomic")
+            wrote(split, index, item, size)
     return [cell if on else None for cell, on in zip(cells, mask.tolist(), strict=True)]
+
+
+def _distinct(
+    split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: int, space: str
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(view, element index) of active lanes when they all reach different elements of one global allocation."""
+    if space == "generic" and not int(np.bitwise_or.reduce(address[mask])) >> 60:
+        space = "global"
+    at = address if mask is FULL else address[mask]
+    if space != "global" or len(set(at.tolist())) < len(at) or not len(at):
+        return None
+    views, cells = global_index(split, at, size, "atomic")
+    if not views:
+        return None
+    observer = split.machine.observer
+    if observer is not None:
+        observer.access(split, mask, index, space, _active(mask, address), size, "atomic")
+    return views[size], cells
+
+
+# Atomics whose lanes may be done at once where they do not meet; the results are those of one lane after the other.
+AT_ONCE = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def atomic(
@@ -211,6 +333,14 @@ def atomic(
     """atom/red on scalars, one lane after the other; returns the old values."""
     kind = np.dtype(dtype)
     old = np.zeros(32, kind)
+    found = _distinct(split, mask, index, address, kind.itemsize, space) if name in AT_ONCE else None
+    if found is not None:
+        view, at = found[0].view(kind), found[1]
+        old[mask] = view[at]
+        fresh = AT_ONCE[name](old[mask], sources[0][mask])
+        view[at] = fresh
+        split.machine.progress += int((fresh != old[mask]).sum())
+        return old
     for lane, cell in enumerate(_cells(split, mask, index, address, kind.itemsize, space)):
         if cell is None:
             continue
@@ -242,6 +372,12 @@ def reduce_vector(
     kind = np.dtype(dtype)
     size = kind.itemsize * len(sources)
     old = np.zeros((32, len(sources)), kind)
+    found = _distinct(split, mask, index, address, size, space) if name == "add" else None
+    if found is not None:
+        view, at = found[0].view(kind).reshape(-1, len(sources)), found[1]
+        old[mask] = view[at]
+        view[at] = old[mask] + np.stack(sources, 1)[mask]
+        return old
     for lane, cell in enumerate(_cells(split, mask, index, address, size, space)):
         if cell is None:
             continue

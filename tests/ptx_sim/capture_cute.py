@@ -27,6 +27,7 @@ SHIM_SOURCE = Path(__file__).with_name("cute_runtime_shim.c")
 SHIM_NAME = "libcute_dsl_runtime.so"
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, *([ctypes.c_uint64] * 4))
 _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
+_NONPORTABLE = 14  # cudaFuncAttributeNonPortableClusterSizeAllowed
 _shim: ctypes.CDLL | None = None
 _keep: list = []
 
@@ -132,10 +133,11 @@ class CudaView:
 class Recorder:
     """Runs compiled CuTe DSL functions with the recording runtime.
 
-    `attributes` answers cudaDeviceGetAttribute by number (97 = largest opt-in shared memory per block).
+    `attributes` answers cudaDeviceGetAttribute by number (97 = largest opt-in shared memory per block). `options` are
+    those of `Launch.run` and `Machine`: resident, policy, observer, limit, strict, ptxas.
     """
 
-    def __init__(self, run: bool = False) -> None:
+    def __init__(self, run: bool = False, **options: object) -> None:
         if _shim is None:
             raise RuntimeError("call capture_cute.prepare() first")
         self.launches: list[Launch] = []
@@ -146,7 +148,7 @@ class Recorder:
         self.tensors: list = []
         self.run = run
         self.reports: list = []
-        self.options: dict = {}
+        self.options = options
         self._hook = _HOOK(self._dispatch)
 
     def add_ptx(self, text: str) -> None:
@@ -197,6 +199,11 @@ class Recorder:
         ctypes.c_uint64.from_address(kernel).value = handle
         return 0
 
+    def on_cudaKernelSetAttributeForDevice(self, kernel: int, attribute: int, value: int, *_: int) -> int:
+        if attribute & 0xFFFFFFFF == _NONPORTABLE and value & 0xFFFFFFFF:
+            _nonportable.add(kernel)
+        return 0
+
     def on_cuKernelGetAttribute(self, value: int, *_: int) -> int:
         ctypes.c_int32.from_address(value).value = 0
         return 0
@@ -242,6 +249,7 @@ class Recorder:
             config.shared_bytes,
             bytes(params),
             list(self.tensors),
+            function in _nonportable,
         )
         self.launches.append(launch)
         dump_if_asked(launch)
@@ -251,3 +259,5 @@ class Recorder:
 
 
 _HANDLES: dict[int, str] = {}
+# Handles whose function attribute allows clusters of more than 8 CTAs.
+_nonportable: set[int] = set()

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from . import tensormap
-from .capture_cute import _CLUSTER_DIMENSION, CudaView, _Attribute
+from .capture_cute import _CLUSTER_DIMENSION, _NONPORTABLE, CudaView, _Attribute
 from .launch import Launch, dump_if_asked, tensor_entry
 from .parser import Module, parse
 
@@ -29,6 +29,8 @@ SHIM_SOURCE = Path(__file__).with_name("cuda_driver_shim.c")
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
 _shims: list[ctypes.CDLL] = []
 _names: dict[int, str] = {}
+# Functions whose attribute allows clusters of more than 8 CTAs.
+_nonportable: set[int] = set()
 _keep: list = []
 # CUtensorMapDataType and CUtensorMapSwizzle.
 _TYPES = {
@@ -125,15 +127,18 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class Recorder:
-    """Runs TileLang kernels with the recording driver, and with `run` executes each launch at once."""
+    """Runs TileLang kernels with the recording driver, and with `run` executes each launch at once.
 
-    def __init__(self, run: bool = True) -> None:
+    `options` are those of `Launch.run` and `Machine`: resident, policy, observer, limit, strict, ptxas.
+    """
+
+    def __init__(self, run: bool = True, **options: object) -> None:
         if not _shims:
             raise RuntimeError("call capture_tilelang.prepare() first")
         self.run = run
         self.launches: list[Launch] = []
         self.reports: list = []
-        self.options: dict = {}
+        self.options = options
         self.modules: dict[str, tuple[Module, str]] = {}
         self.tensors: list = []
         self.error: BaseException | None = None
@@ -179,6 +184,10 @@ class Recorder:
         _names[handle] = ctypes.string_at(a[2]).decode()
         ctypes.c_uint64.from_address(a[0]).value = handle
 
+    def on_cuFuncSetAttribute(self, a: object) -> None:
+        if a[1] & 0xFFFFFFFF == _NONPORTABLE and a[2] & 0xFFFFFFFF:
+            _nonportable.add(a[0])
+
     def on_cuDeviceGetAttribute(self, a: object) -> None:
         values = {97: 232448, 75: 9, 76: 0, 16: 132, 10: 32, 1: 1024}
         ctypes.c_int32.from_address(a[0]).value = values.get(a[1] & 0xFFFFFFFF, 0)
@@ -216,7 +225,8 @@ class Recorder:
             params[param.offset : param.offset + param.size] = ctypes.string_at(array[i], param.size)
         if cluster == (1, 1, 1) and "reqnctapercluster" in kernel.attributes:
             cluster = (*kernel.attributes["reqnctapercluster"], 1, 1)[:3]
-        launch = Launch(text, name, grid, block, cluster, shared, bytes(params), list(self.tensors))
+        large = function in _nonportable
+        launch = Launch(text, name, grid, block, cluster, shared, bytes(params), list(self.tensors), large)
         self.launches.append(launch)
         dump_if_asked(launch)
         if self.run and self.error is None:

@@ -32,6 +32,11 @@ int cuModuleGetGlobal(uint64_t a0, uint64_t a1, uint64_t a2, uint64_t a3) {
     return cuModuleGetGlobal_v2(a0, a1, a2, a3, 0, 0);
 }
 
+int cuFuncSetAttribute(uint64_t function, int attribute, int value) {
+    uint64_t a[3] = {function, (uint64_t)attribute, (uint64_t)value};
+    return hook ? call("cuFuncSetAttribute", a) : 0;
+}
+
 static int launch(const char *name, uint64_t f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                   unsigned bz, unsigned shared, void **params) {
     uint64_t a[9] = {f, gx, gy, gz, bx, by, bz, shared, (uint64_t)params};
@@ -69,7 +74,6 @@ SUCCEED(cuInit)
 SUCCEED(cuCtxSetLimit)
 SUCCEED(cuCtxResetPersistingL2Cache)
 SUCCEED(cuModuleUnload)
-SUCCEED(cuFuncSetAttribute)
 SUCCEED(cuStreamSetAttribute)
 
 int cudaGetDevice(int *device) { *device = 0; return 0; }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import assembly, limits
 from .machine import Machine, Report
 from .memory import GlobalMemory
 from .parser import Module, PtxError, parse
@@ -33,6 +34,8 @@ class Launch:
     shared_bytes: int
     params: bytes
     tensors: list = field(default_factory=list)
+    # The function attribute NonPortableClusterSizeAllowed: clusters of up to 16 CTAs.
+    nonportable_cluster: bool = False
 
     @property
     def sha256(self) -> str:
@@ -55,10 +58,17 @@ class Launch:
         kernel = module.kernels.get(self.kernel)
         if kernel is None:
             raise PtxError(f"no entry {self.kernel!r} in the PTX; there are {sorted(module.kernels)}")
-        return Program(module, kernel, self, memory)
+        program = Program(module, kernel, self, memory)
+        limits.check(self, module, kernel, program.static_shared)
+        return program
 
-    def run(self, **options: object) -> Report:
-        """Execute the launch on the tensors' own memory. Options are those of `Machine`."""
+    def run(self, ptxas: bool = False, **options: object) -> Report:
+        """Execute the launch on the tensors' own memory. `ptxas` assembles the PTX first, where ptxas is on PATH.
+
+        The other options are those of `Machine`: resident, policy, observer, limit, strict.
+        """
+        if ptxas:
+            assembly.assemble(self.ptx)
         memory = self.memory()
         machine = Machine(self.program(memory), self, memory, **options)
         return machine.run()
@@ -79,6 +89,7 @@ class Launch:
             "block": self.block,
             "cluster": self.cluster,
             "shared_bytes": self.shared_bytes,
+            "nonportable_cluster": self.nonportable_cluster,
             "sha256": self.sha256,
             "tensors": tensors,
         }
@@ -114,6 +125,7 @@ class Launch:
             meta["shared_bytes"],
             bytes(params),
             tensors,
+            meta.get("nonportable_cluster", False),
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import progress
 from .memory import POISON, RANK_SHIFT, SHARED_RESERVED, SHARED_WINDOW, GlobalMemory, SharedMemory, SimError
 from .parser import PtxError
 
@@ -30,6 +31,21 @@ NONE_BYTES = bytes(32)
 LANES = np.arange(32, dtype=np.uint32)
 # Results of a block function other than the next block.
 BLOCKED, GONE, YIELD = -1, -2, -3
+
+
+def lanes_text(mask: np.ndarray) -> str:
+    """Lanes in words, for messages: "all lanes", "lane 3", "lanes 0-15, 31"."""
+    lanes = np.flatnonzero(mask).tolist()
+    if len(lanes) == 32:
+        return "all lanes"
+    runs: list[list[int]] = []
+    for lane in lanes:
+        if runs and lane == runs[-1][1] + 1:
+            runs[-1][1] = lane
+        else:
+            runs.append([lane, lane])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    return f"lane{'' if len(lanes) == 1 else 's'} {text}"
 
 
 class Deadlock(SimError):
@@ -59,14 +75,15 @@ class Waitable:
 
 
 class Join:
-    """The meeting point of the two splits of one divergent branch."""
+    """The meeting point of the splits of one divergent branch; once `open`, lanes pass it without waiting."""
 
-    __slots__ = ("arrived", "expected", "parent")
+    __slots__ = ("arrived", "expected", "open", "parent")
 
     def __init__(self, parent: Split, expected: np.ndarray) -> None:
         self.parent = parent
         self.expected = expected
         self.arrived = np.zeros(32, bool)
+        self.open = False
 
 
 class Split:
@@ -82,6 +99,9 @@ class Split:
         "note",
         "pc",
         "rpc",
+        "spin",
+        "spinning",
+        "spun",
         "state",
         "timeout",
         "wait",
@@ -100,6 +120,9 @@ class Split:
         self.wait: Waitable | None = None
         self.note = ""
         self.timeout = False
+        # Set by progress.Spins: states seen, whether it spins now, and whether it ever did (it then gets short slices).
+        self.spin: tuple | None = None
+        self.spinning = self.spun = False
         self.set_mask(mask)
 
     def set_mask(self, mask: np.ndarray) -> None:
@@ -119,20 +142,29 @@ class Split:
         warp = self.warp
         other = self.mask & ~taken
         warp.splits.remove(self)
-        join = Join(self, self.mask.copy())
+        if rpc == self.rpc and self.join is not None:
+            # A loop that some lanes leave: they wait where the others will come too.
+            join = self.join
+        else:
+            join = Join(self, self.mask.copy())
+            self.pc = rpc
         for mask, pc in ((taken.copy(), target), (other, fall)):
-            if pc == rpc:
+            if pc == rpc and not join.open:
                 join.arrived |= mask
                 continue
             child = Split(warp, mask, pc, rpc, join)
+            child.spun = self.spun
             warp.splits.append(child)
             self.machine.ready.append(child)
-        self.pc = rpc
         return GONE
 
     def arrive_join(self) -> Split | None:
         """This split reached its meeting point; returns the parent when all its lanes are there."""
         join = self.join
+        if join.open:
+            join.expected = join.expected & ~self.mask
+            self.rpc, self.join = join.parent.rpc, join.parent.join
+            return self
         join.arrived |= self.mask
         self.warp.splits.remove(self)
         return self._complete(join)
@@ -144,6 +176,8 @@ class Split:
         if not join.expected.any():
             return None
         parent.set_mask(join.expected)
+        if parent.bits == self.warp.live.tobytes():
+            self.warp.relaxed = None
         self.warp.splits.append(parent)
         return parent
 
@@ -186,8 +220,10 @@ class Warp:
         "index",
         "live",
         "local",
+        "local_marks",
         "masked",
         "namespace",
+        "relaxed",
         "rendezvous",
         "splits",
     )
@@ -201,7 +237,9 @@ class Warp:
         self.engine: dict = {}
         self.groups: dict = {}
         self.rendezvous: dict = {}
-        self.local = None
+        # While lanes go on that were let go from a meeting point: the deadlock report of that moment.
+        self.relaxed: str | None = None
+        self.local = self.local_marks = None
         self.cluster_arrivals = 0
         self.cluster_waits = 0
         self.cluster_lanes = np.zeros(32, bool)
@@ -321,6 +359,11 @@ class Cta:
         if self.live_warps == 0 and self.tmem_owner.any():
             self.machine.finding("tensor memory not deallocated at exit", None)
         if self.live_warps == 0:
+            for barrier in self.barriers.values():
+                if barrier.arrived:
+                    self.machine.finding(
+                        f"incomplete at the exit of CTA {self.ctaid}: {barrier.describe()}", None, barrier.index
+                    )
             self.cluster.cta_done()
 
 
@@ -331,7 +374,7 @@ class Cluster:
         self.machine = machine
         self.index = index
         self.shared = machine.shared_memory(len(ctaids))
-        self.mbarriers: dict = {}
+        self.mbarriers = self.shared.barriers
         self.barrier = ClusterBarrier(self)
         self.ctas = [Cta(self, rank, ctaid) for rank, ctaid in enumerate(ctaids)]
         self.live = len(self.ctas)
@@ -348,19 +391,36 @@ class Report:
 
     warp_instructions: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     findings: list = field(default_factory=list)
     visits: list = field(default_factory=list)
     # Forms that only show at run time: matrix shapes and layouts, tensor-map boxes.
     forms: set = field(default_factory=set)
     opcodes: set = field(default_factory=set)
+    # What printf wrote, a string per lane and call.
+    printed: list = field(default_factory=list)
 
     @property
     def microseconds_per_instruction(self) -> float:
-        return 1e6 * self.seconds / max(self.warp_instructions, 1)
+        """Of CPU time: wall time also counts whatever else the machine does."""
+        return 1e6 * self.cpu_seconds / max(self.warp_instructions, 1)
+
+
+class Findings(SimError):
+    """A run with findings under `strict`; `report` is the run's report."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("\n".join(report.findings))
+        self.report = report
 
 
 class Machine:
-    """Runs one launch of a translated program."""
+    """Runs one launch of a translated program.
+
+    `resident`: clusters that run at the same time; CTAs that wait for each other need all of theirs. `policy`: when
+    asynchronous work completes (policies.py; at issue without one). `observer`: told of everything (observer.py).
+    `limit`: time slices without progress before a livelock is reported. `strict`: findings raise at the end.
+    """
 
     def __init__(
         self,
@@ -371,6 +431,7 @@ class Machine:
         observer: object = None,
         policy: object = None,
         limit: int = 3000,
+        strict: bool = False,
     ) -> None:
         self.program = program
         self.launch = launch
@@ -379,6 +440,7 @@ class Machine:
         self.policy = policy
         self.resident = resident
         self.limit = limit
+        self.strict = strict
         self.shared_size = SHARED_RESERVED + program.static_shared + launch.shared_bytes
         self.shared_size = -(-self.shared_size // 1024) * 1024 if launch.shared_bytes == 0 else self.shared_size
         self.ready: deque[Split] = deque()
@@ -390,14 +452,14 @@ class Machine:
         # The asynchronous operation that runs now, if any.
         self.current: AsyncOp | None = None
         self.clock = 0
+        self.spins = progress.Spins(self)
         self._slice_mark = -1
+        self.slices = 0
         self.ticks = 0
         self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
         memory.add_array("kernel parameters", self.params)
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
-        if gx % cx or gy % cy or gz % cz:
-            raise SimError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
         self.pending = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
         self.cluster_count = 0
 
@@ -411,9 +473,9 @@ class Machine:
         shared.variables = self.program.shared_variables
         return shared
 
-    def finding(self, text: str, index: int | None) -> None:
-        """Record something suspicious once per instruction."""
-        key = (text.split(":")[0], index)
+    def finding(self, text: str, index: int | None, key: object = None) -> None:
+        """Record something suspicious once per instruction and kind (the text up to its colon, or `key`)."""
+        key = (key or text.split(":")[0], index)
         if key not in self._seen:
             self._seen.add(key)
             self.report.findings.append(text if index is None else f"{text}\n  at {self.program.where(index)}")
@@ -480,18 +542,20 @@ class Machine:
                 self.program.release(warp)
 
     def run(self) -> Report:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         with np.errstate(all="ignore"):
             self._run()
         self.report.seconds = time.perf_counter() - start
+        self.report.cpu_seconds = time.process_time() - cpu
         sizes = self.program.block_sizes
         self.report.opcodes = self.program.executed_opcodes(self.report.visits)
         self.report.warp_instructions = sum(n * size for n, size in zip(self.report.visits, sizes, strict=True))
+        if self.strict and self.report.findings:
+            raise Findings(self.report)
         return self.report
 
     def _run(self) -> None:
         ready = self.ready
-        quiet, mark = 0, -1
         while True:
             while self.pending and len(self.running) < self.resident:
                 self.launch_cluster(self.pending.popleft())
@@ -500,14 +564,28 @@ class Machine:
                     continue
                 if not self.running and not self.pending:
                     return
-                # Nothing can run: let timed waits (try_wait, nanosleep) time out, and give up when that changes
-                # nothing three times in a row.
-                quiet = quiet + 1 if mark == self.progress else 0
-                mark = self.progress
-                if quiet > 3 or not self._time_out():
-                    raise Deadlock(self.deadlock_report())
+                self._stuck("deadlock: nothing can run")
                 continue
+            before = self.slices
             self.run_split(ready.popleft())
+            if self.slices == before:
+                self.spins.epoch += 1
+
+    def _stuck(self, why: str) -> None:
+        """Nothing can change: let timed waits time out, then lanes go from their meeting points; else a deadlock."""
+        if (self.policy is not None and self.policy.advance(self)) or (
+            not self.spins.out_of_turns() and self._time_out()
+        ):
+            return
+        report = f"{why}\n{self.deadlock_report()}"
+        if not progress.let_lanes_go(self.running, report):
+            raise self.deadlock(report)
+
+    def deadlock(self, report: str, error: object = "") -> Deadlock:
+        """The report of the moment when lanes were first let go, if they were: what came later follows from that."""
+        warps = (warp for cluster in self.running for cta in cluster.ctas for warp in cta.warps)
+        first = next((warp.relaxed for warp in warps if warp.relaxed), report)
+        return Deadlock(f"{first}\nLanes that waited at a meeting point went on, and then: {error}" if error else first)
 
     def _time_out(self) -> bool:
         found = False
@@ -533,7 +611,7 @@ class Machine:
                 return
         functions = warp.full if split.full else warp.masked
         pc, rpc, mask = split.pc, split.rpc, split.mask
-        budget = 2000
+        budget = 8 if split.spun else 500
         try:
             while True:
                 following = functions[pc](split, mask)
@@ -579,18 +657,23 @@ class Machine:
             AttributeError,
             NameError,
         ) as error:
-            raise self.locate(error, split, pc) from error
+            found = self.locate(error, split, pc)
+            raise (self.deadlock("", found) if split.warp.relaxed else found) from error
 
     def _slice(self, split: Split) -> None:
-        """A split has used its slice. Too many in a row without any barrier or atomic moving is a livelock."""
+        """A split has used its slice. Spinning, or too many slices without any barrier or atomic, is a livelock."""
+        self.slices += 1
+        self.ready.append(split)
         self.clock = self.clock + 1 if self._slice_mark == self.progress else 0
         self._slice_mark = self.progress
+        where = self.program.where_block(split.pc)
         if self.clock > self.limit:
-            raise Deadlock(
-                f"{self.limit} time slices without progress: {split.warp.name} spins at "
-                f"{self.program.where_block(split.pc)}\n{self.deadlock_report()}"
+            raise self.deadlock(
+                f"livelock: {self.limit} time slices without progress: {split.warp.name} runs at {where}\n"
+                f"{self.deadlock_report()}"
             )
-        self.ready.append(split)
+        if self.clock and self.spins.slice(split):
+            self._stuck(f"livelock: {split.warp.name} spins at {where} and nothing can end that")
 
     def locate(self, error: BaseException, split: Split, pc: int) -> SimError:
         """Attach the PTX line to an error, from the line of generated code that raised it."""
@@ -600,22 +683,29 @@ class Machine:
                 index = self.program.line_map.get(frame.lineno)
         if index is None:
             index = self.program.blocks[pc].first
-        lanes = "all lanes" if split.full else f"lanes {np.flatnonzero(split.mask).tolist()}"
         kind = "" if isinstance(error, PtxError) else f"{type(error).__name__}: "
-        return SimError(f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes}")
+        return SimError(
+            f"{kind}{error}\n  at {self.program.where(index)}\n  in {split.warp.name}, {lanes_text(split.mask)}"
+        )
 
     def deadlock_report(self) -> str:
-        lines = ["deadlock: nothing can run" if not self.ready else "waiting:"]
+        lines = []
         for cluster in self.running:
             for cta in cluster.ctas:
                 for warp in cta.warps:
                     for split in warp.splits:
-                        waits = split.wait.describe() if split.wait is not None else "its turn"
-                        lanes = "" if split.full else f" lanes {np.flatnonzero(split.mask).tolist()}"
+                        waits = split.wait.describe() if split.wait is not None else "its turn (it can run)"
+                        lanes = "" if split.full else f" {lanes_text(split.mask)}"
                         lines.append(
                             f"  {warp.name}{lanes} waits for {waits} {split.note}\n"
                             f"    at {self.program.where_block(split.pc)}"
                         )
+        if self.pending:
+            lines.append(
+                f"  {len(self.pending)} clusters of the grid have not started, since {self.resident} at a time are "
+                "resident: where CTAs wait for each other, set the option `resident` (of Machine, Launch.run, a "
+                "Recorder's `options`, `run --resident`)"
+            )
         return "\n".join(lines)
 
 

@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from .memory import SharedMemory, SimError
+from .memory import POISON_HALF, SharedMemory, SimError
 from .tensormap import swizzle_offsets
 
-_POISON16 = np.uint16(0x7FF7)
+_POISON16 = np.uint16(POISON_HALF)
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,34 @@ def chunk_offsets(rows: int, chunks: int, span: int, leading: int, stride: int, 
     return (row % 8) * 16 + (row // 8) * leading + chunk * stride
 
 
-def read_tile(shared: SharedMemory, base: int, desc: Descriptor, rows: int, k: int, k_major: bool) -> np.ndarray:
-    """A [rows, k] tile of 16-bit elements of the CTA whose slot starts at `base`."""
+@lru_cache(maxsize=8192)
+def tile_chunks(desc: Descriptor, rows: int, k: int, k_major: bool) -> tuple[np.ndarray, int]:
+    """(chunk indices, end of the last chunk) of a tile, as offsets in a CTA's shared memory. Read only."""
     if k_major:
         offsets = chunk_offsets(rows, k // 8, desc.span, desc.leading, desc.stride, True)
     else:
         offsets = chunk_offsets(k, -(-rows // 8), desc.span, desc.leading, desc.stride, False)
     address = swizzle_offsets(desc.start + offsets, desc.span)
-    if int(address.max()) + 16 > shared.size:
-        raise SimError(f"matrix operand out of shared memory: {shared.describe(base + int(address.max()))}, {desc}")
-    cells = shared.views[16][(base + address) >> 4].view(np.uint16).reshape(address.shape[0], -1)
+    chunks = address >> 4
+    chunks.flags.writeable = False
+    return chunks, int(address.max()) + 16
+
+
+def read_tile(
+    shared: SharedMemory, base: int, desc: Descriptor, rows: int, k: int, k_major: bool, marks: bool = False
+) -> np.ndarray:
+    """A [rows, k] tile of 16-bit elements of the CTA whose slot starts at `base`, or of their marks."""
+    chunks, end = tile_chunks(desc, rows, k, k_major)
+    if end > shared.size:
+        raise SimError(f"matrix operand out of shared memory: {shared.describe(base + end - 16)}, {desc}")
+    slot = (shared.marks if marks else shared.views)[16][base >> 4 :]
+    cells = slot[chunks].view(np.uint16).reshape(chunks.shape[0], -1)
     return cells if k_major else cells[:, :rows].T
 
 
 def touched(desc: Descriptor, rows: int, k: int, k_major: bool) -> np.ndarray:
     """Chunk addresses (CTA offsets) of a tile, for observers."""
-    if k_major:
-        offsets = chunk_offsets(rows, k // 8, desc.span, desc.leading, desc.stride, True)
-    else:
-        offsets = chunk_offsets(k, -(-rows // 8), desc.span, desc.leading, desc.stride, False)
-    return swizzle_offsets(desc.start + offsets, desc.span).reshape(-1)
+    return tile_chunks(desc, rows, k, k_major)[0].reshape(-1) << 4
 
 
 def to_float(bits: np.ndarray, bf16: bool) -> np.ndarray:
@@ -99,5 +107,8 @@ def to_float(bits: np.ndarray, bf16: bool) -> np.ndarray:
     return bits.view(np.float16).astype(np.float32)
 
 
-def has_poison(bits: np.ndarray) -> bool:
-    return bool((bits == _POISON16).any())
+def unwritten(shared: SharedMemory, bits: np.ndarray, *tile: object) -> bool:
+    """Whether a tile read with `read_tile(shared, *tile)` has halves that nobody wrote."""
+    if not shared.odd and not (bits == _POISON16).any():
+        return False
+    return bool((read_tile(shared, *tile, marks=True) != 0xFFFF).any())

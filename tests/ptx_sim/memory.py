@@ -22,6 +22,7 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 # One word that is a NaN as fp32, as bf16 pair and as fp16 pair.
 POISON = 0x7FF77FF7
+POISON_HALF = 0x7FF7
 SHARED_RESERVED = 1024
 
 
@@ -46,6 +47,17 @@ class Allocation:
         return self.base + self.size
 
 
+def _views(raw: np.ndarray) -> dict[int, np.ndarray]:
+    """Views of a byte array by element size; 16 bytes are rows of four words."""
+    return {
+        1: raw,
+        2: raw.view(np.uint16),
+        4: raw.view(np.uint32),
+        8: raw.view(np.uint64),
+        16: raw.view(np.uint32).reshape(-1, 4),
+    }
+
+
 class GlobalMemory:
     """Allocations by address. Anything outside them is an error that names the nearest one."""
 
@@ -59,14 +71,7 @@ class GlobalMemory:
         span = -(-(base + size - floor) // 16) * 16
         raw = np.frombuffer((ctypes.c_uint8 * max(span, 16)).from_address(floor), np.uint8)
         raw.flags.writeable = True
-        views = {
-            1: raw,
-            2: raw.view(np.uint16),
-            4: raw.view(np.uint32),
-            8: raw.view(np.uint64),
-            16: raw.view(np.uint32).reshape(-1, 4),
-        }
-        item = Allocation(name, base, size, owner, floor, views)
+        item = Allocation(name, base, size, owner, floor, _views(raw))
         at = bisect.bisect_left(self._starts, base)
         if at < len(self._starts) and self._starts[at] == base:
             # The same storage under two names: keep the longer range.
@@ -125,28 +130,35 @@ class SharedMemory:
     """The shared memory of all CTAs of a cluster in one array, indexed by shared address.
 
     Each CTA owns a 16 MiB slot of which only the first `size` bytes exist; the rest is never touched, so that
-    the array costs no memory. Fresh memory holds POISON.
+    the array costs no memory. Fresh memory holds POISON. `marks` has the same views of one byte per byte: 255 where
+    something was written. A half that was never written holds POISON_HALF, so readers look there first and at the
+    marks only to confirm; `odd` says that single bytes were stored, after which only the marks can tell.
     """
 
     def __init__(self, ranks: int, size: int) -> None:
         self.ranks = ranks
         self.size = size
         # Anonymous pages: untouched parts of the slots cost nothing.
-        raw = np.frombuffer(mmap.mmap(-1, ranks << RANK_SHIFT), np.uint8)
-        self.views = {
-            1: raw,
-            2: raw.view(np.uint16),
-            4: raw.view(np.uint32),
-            8: raw.view(np.uint64),
-            16: raw.view(np.uint32).reshape(-1, 4),
-        }
+        self.views, self.marks = (_views(np.frombuffer(mmap.mmap(-1, ranks << RANK_SHIFT), np.uint8)) for _ in "ab")
         self.variables: list[tuple[int, int, str]] = []
+        # Live mbarriers by address, and the offsets [low, high) that they span in any CTA.
+        self.barriers: dict = {}
         self.poison()
 
     def poison(self) -> None:
+        self.barriers = {}
+        self.barrier_span = (1 << RANK_SHIFT, 0)
+        self.odd = False
         for rank in range(self.ranks):
-            start = (rank << RANK_SHIFT) >> 2
-            self.views[4][start : start + (self.size >> 2)] = POISON
+            start = rank << RANK_SHIFT
+            self.views[4][start >> 2 : (start + self.size) >> 2] = POISON
+            self.marks[1][start : start + self.size] = 0
+
+    def add_barrier(self, address: int, barrier: object) -> None:
+        self.barriers[address] = barrier
+        low, high = self.barrier_span
+        offset = address & OFFSET_MASK
+        self.barrier_span = (min(low, offset), max(high, offset + 8))
 
     def check(self, address: int, size: int, what: str = "access") -> None:
         offset = address & OFFSET_MASK

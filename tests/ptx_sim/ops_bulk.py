@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import tensormap
-from .access import resolve
+from .access import describe, must_be_written, shared_of, wrote
 from .machine import AsyncOp, Split
 from .memory import OFFSET_MASK, RANK_SHIFT, SimError
 from .ops_float import float_to_half, half_to_float
@@ -31,7 +31,7 @@ def lanes_of(mask: np.ndarray) -> list[int]:
 
 
 def _shared(address: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return resolve(address, mask)[1] if address.dtype == np.uint64 else address
+    return shared_of(address, mask, "shared operand")
 
 
 def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> None:
@@ -48,6 +48,10 @@ def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> N
 
 
 def observe(split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:
+    """A copy engine touches a contiguous range: keep the marks of shared memory and tell the observer."""
+    if space == "shared" and kind != "read":
+        split.cta.cluster.shared.check(address, size, kind)
+        wrote(split, index, address, size)
     if split.machine.observer is not None:
         split.machine.observer.bulk(split, index, space, address, size, kind)
 
@@ -63,12 +67,13 @@ def complete(split: Split, index: int, address: int, size: int) -> None:
 # Plain bulk copies ----------------------------------------------------------------------------------------------------
 
 
-def _check_bulk(size: int, *addresses: int) -> None:
-    if size % 16 or any(a % 16 for a in addresses):
-        raise SimError(
-            f"bulk copy of {size} bytes at {', '.join(hex(a) for a in addresses)}: sizes and addresses are "
-            "multiples of 16"
-        )
+def _check_bulk(split: Split, size: int, *ends: tuple[str, int]) -> None:
+    """Sizes and both addresses, given as (space, address), are multiples of 16 bytes."""
+    if size % 16:
+        raise SimError(f"bulk copy of {size} bytes: sizes are multiples of 16")
+    for space, address in ends:
+        if address % 16:
+            raise SimError(f"bulk copy of {size} bytes misaligned, to 16 bytes: {describe(split, space, address)}")
 
 
 def bulk_load(
@@ -88,7 +93,7 @@ def bulk_load(
     cluster = split.cta.cluster
     for lane in lanes_of(mask):
         count, where, origin, bar = int(size[lane]), int(target[lane]), int(source[lane]), int(barrier[lane])
-        _check_bulk(count, where, origin)
+        _check_bulk(split, count, ("shared", where), ("shared" if from_shared else "global", origin))
         ranks = None if cta_mask is None else [r for r in range(16) if int(cta_mask[lane]) >> r & 1]
 
         def run(
@@ -97,6 +102,8 @@ def bulk_load(
             memory = cluster.shared if from_shared else split.machine.memory
             observe(split, index, "shared" if from_shared else "global", origin, count, "read")
             data = memory.bytes_at(origin, count).copy()
+            if from_shared:
+                must_be_written(split, index, origin, count, "bulk copy")
             spots = (
                 [(where, bar)]
                 if ranks is None
@@ -126,11 +133,12 @@ def bulk_store(
     source = _shared(source, mask)
     for lane in lanes_of(mask):
         count, where, origin = int(size[lane]), int(target[lane]), int(source[lane])
-        _check_bulk(count, where, origin)
+        _check_bulk(split, count, ("global", where), ("shared", origin))
 
         def run(count: int = count, where: int = where, origin: int = origin) -> None:
             observe(split, index, "shared", origin, count, "read")
             data = split.cta.cluster.shared.bytes_at(origin, count).copy()
+            must_be_written(split, index, origin, count, "bulk store")
             out = split.machine.memory.bytes_at(where, count)
             observe(split, index, "global", where, count, "reduce" if reduction else "write")
             if reduction:
@@ -157,10 +165,15 @@ def bulk_reduce_shared(
     shared = split.cta.cluster.shared
     for lane in lanes_of(mask):
         count, where, origin, bar = int(size[lane]), int(target[lane]), int(source[lane]), int(barrier[lane])
-        _check_bulk(count, where, origin)
+        _check_bulk(split, count, ("shared", where), ("shared", origin))
 
         def run(count: int = count, where: int = where, origin: int = origin, bar: int = bar) -> None:
-            reduce_into(shared.bytes_at(where, count), shared.bytes_at(origin, count).copy(), reduction, kind)
+            observe(split, index, "shared", origin, count, "read")
+            data = shared.bytes_at(origin, count).copy()
+            must_be_written(split, index, origin, count, "bulk reduction")
+            must_be_written(split, index, where, count, "bulk reduction")
+            observe(split, index, "shared", where, count, "reduce")
+            reduce_into(shared.bytes_at(where, count), data, reduction, kind)
             complete(split, index, bar, count)
 
         split.machine.submit(AsyncOp("bulk", run, split, index))
@@ -232,10 +245,10 @@ def rows_of(tmap: tensormap.TensorMap, mode: str, coordinate: tuple) -> tensorma
     return tensormap.gather_rows(tmap, coordinate[0], coordinate[1:])
 
 
-def _check_tile(tmap: tensormap.TensorMap, where: int) -> None:
+def _check_tile(split: Split, tmap: tensormap.TensorMap, where: int) -> None:
     # Swizzled boxes repeat every 8 rows of the span; PTX asks for 128-byte alignment of the shared address.
     if where % 128:
-        raise SimError(f"tensor copy to or from shared address 0x{where:x}: not 128-byte aligned")
+        raise SimError(f"tensor copy misaligned, to 128 bytes: {split.cta.cluster.shared.describe(where)}")
     if tmap.swizzle and tmap.box[0] * tmap.element_bytes > tmap.swizzle:
         raise SimError(f"box rows of {tmap.box[0] * tmap.element_bytes} bytes exceed the {tmap.swizzle}-byte swizzle")
 
@@ -266,7 +279,7 @@ def tensor_load(
         tmap = read_map(split, int(descriptor[lane]))
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         where, bar = int(target[lane]), int(barrier[lane])
-        _check_tile(tmap, where)
+        _check_tile(split, tmap, where)
         split.machine.report.forms.add(_form("load", mode, tmap, cta_mask is not None))
         spots = [(where, bar)]
         if cta_mask is not None:
@@ -306,12 +319,29 @@ def scatter_chunks(shared: object, tmap: tensormap.TensorMap, base: int, data: n
         shared.views[1][base : base + data.size] = data.reshape(-1)
 
 
-def gather_chunks(shared: object, tmap: tensormap.TensorMap, base: int, rows: int) -> np.ndarray:
+def _report_unwritten_box(
+    split: Split, index: int, tmap: tensormap.TensorMap, origin: int, rows: tensormap.Rows
+) -> None:
+    """What of a box that is stored was never written; rows and columns outside the tensor do not count."""
+    shared = split.cta.cluster.shared
+    marks = gather_chunks(shared.marks, tmap, origin, len(rows.offsets))[rows.valid]
+    first, end = (n * tmap.element_bytes for n in (rows.first, rows.first + rows.count))
+    missing = int((marks[:, first:end] == 0).sum())
+    if missing:
+        split.machine.finding(
+            f"tensor store of uninitialised shared memory: {missing} bytes of the box at {shared.describe(origin)} by "
+            f"{split.warp.name}",
+            index,
+        )
+
+
+def gather_chunks(views: dict, tmap: tensormap.TensorMap, base: int, rows: int) -> np.ndarray:
+    """The rows of a box in shared memory (or their marks), without the swizzle."""
     width = tmap.box[0] * tmap.element_bytes
     starts = tensormap.shared_offsets(tmap, rows, base)
     if width % 16 == 0:
-        return shared.views[16][starts >> 4].reshape(rows, -1).view(np.uint8)
-    return shared.views[1][base : base + rows * width].reshape(rows, width).copy()
+        return views[16][starts >> 4].reshape(rows, -1).view(np.uint8)
+    return views[1][base : base + rows * width].reshape(rows, width).copy()
 
 
 def tensor_store(
@@ -331,7 +361,7 @@ def tensor_store(
         tmap = read_map(split, int(descriptor[lane]))
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         origin = int(source[lane])
-        _check_tile(tmap, origin)
+        _check_tile(split, tmap, origin)
         split.machine.report.forms.add(_form(f"reduce {reduction}" if reduction else "store", mode, tmap, False))
 
         def run(tmap: tensormap.TensorMap = tmap, coordinate: tuple = coordinate, origin: int = origin) -> None:
@@ -340,7 +370,9 @@ def tensor_store(
             size = count * tmap.box[0] * tmap.element_bytes
             shared.check(origin, size, "tensor store")
             observe(split, index, "shared", origin, size, "read")
-            data = gather_chunks(shared, tmap, origin, count)[rows.valid]
+            data = gather_chunks(shared.views, tmap, origin, count)[rows.valid]
+            if not shared.marks[1][origin : origin + size].all():
+                _report_unwritten_box(split, index, tmap, origin, rows)
             if (
                 split.machine.observer is None
                 and not reduction
@@ -414,8 +446,10 @@ def _store_async(
         shared = split.cta.cluster.shared
         for lane in lanes_of(mask):
             where = int(target[lane])
-            observe(split, index, "shared", where, cells.shape[1], "write")
             out = shared.bytes_at(where, cells.shape[1])
+            if reduction:
+                must_be_written(split, index, where, cells.shape[1], "red.async")
+            observe(split, index, "shared", where, cells.shape[1], "write")
             if reduction:
                 reduce_into(out, cells[lane], reduction, kind)
             else:
@@ -467,6 +501,7 @@ def _try_cancel(
         for rank in ranks:
             spot = (rank << RANK_SHIFT) | (where & OFFSET_MASK)
             cluster.shared.bytes_at(spot, 16)[:] = words
+            wrote(split, index, spot, 16)
             complete(split, index, (rank << RANK_SHIFT) | (bar & OFFSET_MASK), 16)
 
     machine.submit(AsyncOp("cluster launch control", run, split, index))

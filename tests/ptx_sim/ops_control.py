@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import ALL_BYTES, FULL, LANES, NamedBarrier, Split
+from .machine import ALL_BYTES, FULL, LANES, NamedBarrier, Split, lanes_text
 from .memory import SimError
 from .parser import Imm, Instr, Pair, PtxError, Sink
+from .progress import gather
 from .translate import VIEWS, Emit, op
 
 
@@ -97,6 +98,8 @@ def bits_of(mask: np.ndarray) -> np.uint32:
     return np.packbits(mask, bitorder="little").view(np.uint32)[0]
 
 
+NAMED_BARRIERS = 16
+
 # Named barriers -------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +114,9 @@ def barrier_sync(
     votes: np.ndarray | None = None,
 ) -> bool:
     """bar.sync and bar.arrive. Returns True while the split must wait."""
+    together = mask.tobytes() == split.warp.live.tobytes()
+    if aligned and split.warp.relaxed and split.state is None and not together and mask.tobytes() == split.bits:
+        return gather(split, split.warp.rendezvous.setdefault(("aligned", index), Rendezvous()))
     if split.state is not None:
         barrier, generation = split.state
         if barrier.generation == generation:
@@ -122,17 +128,16 @@ def barrier_sync(
     if not mask.any():
         return False
     lane = int(mask.argmax())
+    if int(number[lane]) >= NAMED_BARRIERS:
+        raise SimError(f"named barrier {int(number[lane])}: a CTA has barriers 0 to {NAMED_BARRIERS - 1}")
     barrier: NamedBarrier = split.cta.barrier(int(number[lane]))
-    if aligned and mask.tobytes() != split.warp.live.tobytes():
+    if aligned and not together:
         raise SimError(
-            f".aligned barrier {barrier.index} executed by lanes {np.flatnonzero(mask).tolist()} of "
-            f"{int(split.warp.live.sum())}"
+            f".aligned barrier {barrier.index} executed by {lanes_text(mask)} of {int(split.warp.live.sum())} lanes"
         )
     # A warp counts as 32 threads whatever lanes have exited; diverged lanes count one by one, the first arrival of
     # the warp also for its exited lanes.
-    threads = int(mask.sum())
-    if mask.tobytes() == split.warp.live.tobytes():
-        threads = 32
+    threads = 32 if together else int(mask.sum())
     wanted = 0 if count is None else int(count[lane])
     if wanted % 32:
         raise SimError(f"barrier {barrier.index}: thread count {wanted} is no multiple of the warp size")
@@ -160,6 +165,11 @@ def _barrier_operands(emit: Emit, operands: list) -> tuple[str, str]:
 def bar_sync(emit: Emit, instr: Instr) -> None:
     number, count = _barrier_operands(emit, instr.operands)
     aligned = instr.base == "bar" or instr.has("aligned")
+    if not aligned and instr.guard is not None:
+        # Lanes whose guard is false go on by themselves.
+        number_of = emit.program.block_of[instr.index]
+        emit.line(f"if {emit.mask}.any() and {emit.mask}.tobytes() != S.bits:")
+        emit.line(f"    return S.diverge({emit.mask}, {number_of}, {number_of + 1}, {number_of + 1})")
     emit.blocking(barrier_sync, number, count, str(aligned), "True")
 
 
@@ -245,7 +255,10 @@ class Rendezvous:
         self.arrived = np.zeros(32, bool)
 
     def describe(self) -> str:
-        return f"the other lanes of its .sync member mask; arrived: {np.flatnonzero(self.arrived).tolist()}"
+        return f"the other lanes of its .sync member mask; arrived: {lanes_text(self.arrived)}"
+
+
+_ALL_MEMBERS = np.full(32, 0xFFFFFFFF, np.uint32).tobytes()
 
 
 def converge(split: Split, mask: np.ndarray, index: int, members: np.ndarray) -> np.ndarray | None:
@@ -254,10 +267,25 @@ def converge(split: Split, mask: np.ndarray, index: int, members: np.ndarray) ->
     The last split to arrive runs the operation for all of them (registers are shared by the splits of a warp); the
     others find their result ready.
     """
+    if mask is FULL and members.tobytes() == _ALL_MEMBERS:
+        return mask
+    if not mask.any():
+        return mask
+    chosen = members[mask]
+    outside = mask & ((members >> LANES) & np.uint32(1) == 0)
+    if outside.any():
+        raise SimError(
+            f"{lanes_text(outside)} not in the member mask 0x{int(members[int(outside.argmax())]):08x} of the .sync "
+            "instruction executed: undefined behaviour"
+        )
+    if (chosen != chosen[0]).any():
+        raise SimError(
+            "lanes that run together give different member masks to one .sync instruction: not modelled (branch "
+            "before it, so that each group executes it by itself)"
+        )
     if mask is FULL:
         return mask
-    lane = int(mask.argmax())
-    wanted = _mask_of(int(members[lane])) & split.warp.live
+    wanted = _mask_of(int(chosen[0])) & split.warp.live
     if (mask & wanted).tobytes() == wanted.tobytes():
         return mask
     # Lanes that already wait at the meeting point of a branch around this instruction cannot come. PTX leaves that
@@ -299,9 +327,13 @@ def _mask_of(bits: int) -> np.ndarray:
     return found
 
 
+def _everyone(members: object) -> bool:
+    return isinstance(members, Imm) and members.value & 0xFFFFFFFF == 0xFFFFFFFF
+
+
 def _sync_lanes(emit: Emit, members: object) -> None:
     """Emit the rendezvous of a .sync operation and narrow the mask of what follows to the lanes it gathered."""
-    if emit.full and emit.instr.guard is None:
+    if emit.full and emit.instr.guard is None and _everyone(members):
         return
     joined = emit.value(converge, emit.src(members, "u32"))
     emit.line(f"if {joined} is None: return -1")
@@ -349,6 +381,7 @@ def shfl(emit: Emit, instr: Instr) -> None:
         mode == "idx"
         and emit.full
         and instr.guard is None
+        and _everyone(members)
         and isinstance(lane, Imm)
         and isinstance(clamp, Imm)
         and clamp.value == 31

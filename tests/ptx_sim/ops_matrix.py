@@ -6,9 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from .access import WRITTEN, shared_index
 from .machine import FULL, AsyncOp, Split, Waitable
-from .matrix_operands import decode_wgmma, has_poison, read_tile, to_float
-from .memory import POISON, SimError
+from .matrix_operands import decode_wgmma, read_tile, to_float, unwritten
+from .memory import POISON_HALF, SimError
 from .ops_memory import address_of
 from .parser import Imm, Instr, PtxError, Reg, Vec
 from .translate import Emit, op
@@ -41,9 +42,15 @@ def _ldmatrix(
     chunks = _row_chunks(split, address, count, "ldmatrix")
     if split.machine.observer is not None:
         split.machine.observer.access(split, mask, index, "shared::cta", address[: 8 * count], 16, "read")
-    words = split.cta.cluster.shared.views[16][chunks]
-    if (words == POISON).any():
-        split.machine.finding("ldmatrix of uninitialised shared memory", index)
+    shared = split.cta.cluster.shared
+    words = shared.views[16][chunks]
+    if shared.odd or (words.view(np.uint16) == POISON_HALF).any():
+        missing = (shared.marks[16][chunks] != WRITTEN[16]).any(1)
+        if missing.any():
+            where = shared.describe(16 * int(chunks[int(missing.argmax())]))
+            split.machine.finding(
+                f"ldmatrix of uninitialised shared memory: row at {where} by {split.warp.name}", index
+            )
     if transpose:
         halves = words.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
         words = np.ascontiguousarray(halves).view(np.uint32)
@@ -62,7 +69,10 @@ def _stmatrix(
     if transpose:
         halves = words.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
         words = np.ascontiguousarray(halves).view(np.uint32)
-    split.cta.cluster.shared.views[16][chunks] = words.reshape(8 * count, 4)
+    shared_index(split, address[: 8 * count], 16, "stmatrix", False, index)
+    shared = split.cta.cluster.shared
+    shared.views[16][chunks] = words.reshape(8 * count, 4)
+    shared.marks[16][chunks] = WRITTEN[16]
 
 
 def _check_matrix(instr: Instr) -> None:
@@ -235,7 +245,7 @@ def _product(split: Split, index: int, parts: dict, from_shared: bool, n: int, b
     shared, base, machine = split.cta.cluster.shared, split.cta.base, split.machine
     b_desc = decode_wgmma(parts[0][1])
     bits = read_tile(shared, base, b_desc, n, 16, not transpose_b)
-    if has_poison(bits):
+    if unwritten(shared, bits, base, b_desc, n, 16, not transpose_b):
         machine.finding(f"wgmma reads uninitialised shared memory as B ({b_desc})", index)
     a_desc = None
     where = f"swizzle {decode_wgmma(parts[0][0]).span}" if from_shared else "registers"
@@ -246,7 +256,7 @@ def _product(split: Split, index: int, parts: dict, from_shared: bool, n: int, b
     if from_shared:
         a_desc = decode_wgmma(parts[0][0])
         left_bits = read_tile(shared, base, a_desc, 64, 16, not transpose_a)
-        if has_poison(left_bits):
+        if unwritten(shared, left_bits, base, a_desc, 64, 16, not transpose_a):
             machine.finding(f"wgmma reads uninitialised shared memory as A ({a_desc})", index)
         left = to_float(left_bits, bf16)
     else:

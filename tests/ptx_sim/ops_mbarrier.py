@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import resolve
+from .access import shared_of
 from .machine import FULL, AsyncOp, Split, Waitable
 from .memory import SimError
 from .ops_memory import address_of, space_of
@@ -68,8 +68,7 @@ def find(split: Split, address: int) -> Mbarrier:
 
 def _each(split: Split, mask: np.ndarray, address: np.ndarray) -> list[tuple[int, int, int]]:
     """(address, first lane, lanes) of the distinct barriers among active lanes."""
-    if address.dtype == np.uint64:
-        _, address = resolve(address, mask)
+    address = shared_of(address, mask, "mbarrier")
     if mask is FULL:
         lane, count = 0, 32
     else:
@@ -102,8 +101,14 @@ def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count
         old = cluster.mbarriers.get(where)
         if old is not None and old.waiters:
             raise SimError(f"mbarrier.init while threads wait on it: {old.describe()}")
-        cluster.mbarriers[where] = Mbarrier(cluster, where, value)
+        if old is not None:
+            split.machine.finding(
+                f"mbarrier.init over a live mbarrier without mbarrier.inval: by {split.warp.name}; {old.describe()}",
+                index,
+            )
+        cluster.shared.add_barrier(where, Mbarrier(cluster, where, value))
         cluster.shared.bytes_at(where, 8)[:] = 0
+        cluster.shared.marks[1][where : where + 8] = 0xFF
         if split.machine.observer is not None:
             split.machine.observer.mbarrier_init(split, mask, index, cluster.mbarriers[where])
 

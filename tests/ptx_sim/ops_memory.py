@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import atomic, load, reduce_half, reduce_vector, store
+from .access import atomic, load, reduce_half, reduce_vector, store, wrote
 from .machine import AsyncOp, Split
 from .memory import SimError
 from .parser import SIZES, Addr, Instr, PtxError, Reg, Sym, Vec
@@ -40,6 +40,11 @@ def vector_length(instr: Instr) -> int:
     return next((int(p[1:]) for p in instr.parts if p in ("v2", "v4", "v8")), 1)
 
 
+def is_call_parameter(emit: Emit, operand: Addr) -> bool:
+    """Parameters of calls are declared inside the kernel and live in local memory."""
+    return isinstance(operand.base, Sym) and emit.program.symbols.get(operand.base.name, ("",))[0] == "local"
+
+
 @op("ld", "ldu")
 def ld(emit: Emit, instr: Instr) -> None:
     kind, count = instr.type, vector_length(instr)
@@ -47,6 +52,7 @@ def ld(emit: Emit, instr: Instr) -> None:
     items = target.items if isinstance(target, Vec) else (target,)
     space = space_of(instr)
     size = SIZES[kind]
+    space = "local" if is_call_parameter(emit, source) else space
     if space == "param" and isinstance(source.base, Sym):
         _ld_param(emit, items, source, kind, size)
         return
@@ -98,7 +104,7 @@ def st(emit: Emit, instr: Instr) -> None:
     kind, count = instr.type, vector_length(instr)
     target, source = instr.operands[:2]
     items = source.items if isinstance(source, Vec) else (source,)
-    space = space_of(instr)
+    space = "local" if is_call_parameter(emit, target) else space_of(instr)
     address = address_of(emit, target, space)
     if kind == "b128":
         emit.call(store, address, "16", repr(space), f"np.ascontiguousarray({emit.name(items[0])}.T).view(np_u32)")
@@ -201,6 +207,7 @@ def _copy_async(
             row = np.zeros(size, np.uint8)
             row[: count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
             split.cta.cluster.shared.bytes_at(int(target[lane]), size)[:] = row
+            wrote(split, index, int(target[lane]), size)
 
     split.machine.submit(AsyncOp("cp.async", run, split, index))
 

@@ -14,10 +14,13 @@ kernels that put different data there get a different product per column range (
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from .machine import AsyncOp, Cta, Split
-from .matrix_operands import Descriptor, decode_umma, has_poison, read_tile, to_float
+from .access import wrote
+from .machine import AsyncOp, Cta, Split, lanes_text
+from .matrix_operands import Descriptor, decode_umma, read_tile, to_float, unwritten
 from .memory import OFFSET_MASK, POISON, RANK_SHIFT, SimError
 from .ops_mbarrier import find
 from .ops_memory import address_of
@@ -37,9 +40,15 @@ def one_lane(mask: np.ndarray, what: str) -> int:
 
 def _columns(cta: Cta, first: int, count: int, what: str) -> None:
     if first + count > COLUMNS:
-        raise SimError(f"{what}: columns {first} to {first + count - 1} exceed tensor memory")
-    if not cta.tmem_owner[first : first + count].all():
-        raise SimError(f"{what}: columns {first} to {first + count - 1} are not all allocated")
+        raise SimError(
+            f"{what}: columns {first} to {first + count - 1} of CTA {cta.ctaid} exceed the {COLUMNS} of tensor memory"
+        )
+    owner = cta.tmem_owner
+    if not owner[first : first + count].all():
+        last = first + count - 1
+        edges = np.flatnonzero(np.diff(owner, prepend=0, append=0)).tolist()
+        held = ", ".join(f"{a}-{b - 1}" for a, b in itertools.pairwise(edges) if owner[a]) or "none"
+        raise SimError(f"{what}: columns {first} to {last} of CTA {cta.ctaid} are not all allocated; those are: {held}")
 
 
 # Allocation -----------------------------------------------------------------------------------------------------------
@@ -60,6 +69,7 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
             cta.tmem_owner[first : first + wanted] = index + 1
             where = int(target[lane])
             cta.cluster.shared.bytes_at(where, 4).view(np.uint32)[0] = first
+            wrote(split, index, where, 4)
             return False
     split.note = f"({wanted} free columns)"
     return split.park(cta.tmem_wait)
@@ -71,8 +81,7 @@ def _dealloc(split: Split, mask: np.ndarray, index: int, address: np.ndarray, co
     lane = int(mask.argmax())
     first, wanted = int(address[lane]) & 0xFFFF, int(count[lane])
     owner = split.cta.tmem_owner
-    if not owner[first : first + wanted].all():
-        raise SimError(f"tcgen05.dealloc of columns {first} to {first + wanted - 1}, which are not all allocated")
+    _columns(split.cta, first, wanted, "tcgen05.dealloc")
     owner[first : first + wanted] = 0
     split.cta.tmem[first : first + wanted] = POISON
     split.machine.wake(split.cta.tmem_wait)
@@ -225,7 +234,7 @@ def _whole_warp(emit: Emit) -> None:
 
 def _require_warp(split: Split, mask: np.ndarray, index: int) -> None:
     if mask.tobytes() != split.warp.live.tobytes():
-        raise SimError(f".sync.aligned instruction executed by lanes {np.flatnonzero(mask).tolist()} only")
+        raise SimError(f".sync.aligned instruction executed by {lanes_text(mask)} only")
 
 
 def _items(operand: object) -> tuple:
@@ -410,8 +419,9 @@ def _product(
     shared = split.cta.cluster.shared
     machine = split.machine
     share = shape.n // len(ctas)
-    b_bits = [read_tile(shared, cta.base, b_desc, share, 16, shape.b_k_major) for cta in ctas]
-    if any(has_poison(bits) for bits in b_bits):
+    tile = (b_desc, share, 16, shape.b_k_major)
+    b_bits = [read_tile(shared, cta.base, *tile) for cta in ctas]
+    if any(unwritten(shared, bits, cta.base, *tile) for cta, bits in zip(ctas, b_bits, strict=True)):
         machine.finding(f"tcgen05.mma reads uninitialised shared memory as B ({b_desc}) for {split.warp.name}", index)
     b = np.concatenate([to_float(bits, shape.b_bf16) for bits in b_bits])
     if shape.negate:
@@ -425,7 +435,7 @@ def _product(
         whole = None
         if a_desc is not None:
             bits = read_tile(shared, cta.base, a_desc, rows, 16, shape.a_k_major)
-            if has_poison(bits):
+            if unwritten(shared, bits, cta.base, a_desc, rows, 16, shape.a_k_major):
                 machine.finding(
                     f"tcgen05.mma reads uninitialised shared memory as A ({a_desc}) for {split.warp.name}", index
                 )
@@ -541,7 +551,7 @@ def _cp(
             _columns(cta, column, words, "tcgen05.cp")
             if split.machine.observer is not None:
                 split.machine.observer.cp(split, index, cta, desc, rows, width, target)
-            if (data == POISON).any():
+            if unwritten(split.cta.cluster.shared, bits, cta.base, desc, rows, width // 2, True):
                 split.machine.finding(f"tcgen05.cp reads uninitialised shared memory ({desc})", index)
             first = target >> 16
             if spread == "warpx4":

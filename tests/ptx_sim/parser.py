@@ -286,7 +286,7 @@ class _KernelParser:
             elif char == "}":
                 self.scope = self.scope.parent
                 pos += 1
-            elif text.startswith((".loc", ".file"), pos):
+            elif text.startswith((".loc\t", ".loc ", ".file"), pos):
                 stop = text.find("\n", pos)
                 fields = text[pos:stop].split()
                 if fields[0] == ".loc":
@@ -313,6 +313,12 @@ class _KernelParser:
             self.registers(text)
         elif text.startswith((".pragma", ".branchtargets", ".callprototype")):
             return
+        elif text.startswith(".param"):
+            # A parameter or result of a call: local memory of its scope.
+            param = parse_param(text, self.line)
+            unique = param.name + self.scope.suffix
+            self.scope.labels[param.name] = unique
+            self.kernel.variables.append(Variable(unique, "local", param.align, param.size))
         elif text.startswith("."):
             variable = parse_variable(text, self.line)
             self.kernel.variables.append(variable)
@@ -424,18 +430,21 @@ def parse_variable(text: str, line: int) -> Variable:
     return Variable(name, space, int(align or size), size * count, data)
 
 
+def parse_param(text: str, line: int) -> Param:
+    match = _PARAM.fullmatch(" ".join(text.split()))
+    if not match:
+        raise PtxError(f"line {line}: cannot parse parameter {text!r}")
+    align, kind, name, count = match.groups()
+    return Param(name, SIZES[kind] * int(count or 1), int(align or SIZES[kind]))
+
+
 def _params(text: str, line: int) -> list:
     params, offset = [], 0
     for item in split_top(text):
-        match = _PARAM.fullmatch(" ".join(item.split()))
-        if not match:
-            raise PtxError(f"line {line}: cannot parse parameter {item!r}")
-        align, kind, name, count = match.groups()
-        size = SIZES[kind] * int(count or 1)
-        align = int(align or SIZES[kind])
-        offset = -(-offset // align) * align
-        params.append(Param(name, size, align, offset))
-        offset += size
+        param = parse_param(item, line)
+        param.offset = -(-offset // param.align) * param.align
+        params.append(param)
+        offset = param.offset + param.size
     return params
 
 

@@ -31,11 +31,17 @@ def ptx(body: str, arrays: int, target: str = "sm_100a") -> str:
 
 
 def launch(
-    body: str, arrays: dict[str, np.ndarray], grid: int = 1, block: int = 32, cluster: int = 1, shared: int = 4096
+    body: str,
+    arrays: dict[str, np.ndarray],
+    grid: int = 1,
+    block: int = 32,
+    cluster: int = 1,
+    shared: int = 4096,
+    target: str = "sm_100a",
 ) -> Launch:
     params = b"".join(a.ctypes.data.to_bytes(8, "little") for a in arrays.values())
     return Launch(
-        ptx(body, len(arrays)),
+        ptx(body, len(arrays), target),
         "kernel",
         (grid, 1, 1),
         (block, 1, 1),
@@ -46,17 +52,13 @@ def launch(
     )
 
 
-def run(
-    body: str,
-    arrays: dict[str, np.ndarray],
-    grid: int = 1,
-    block: int = 32,
-    cluster: int = 1,
-    shared: int = 4096,
-    **options: object,
-) -> Report:
-    """Run a PTX body on numpy arrays, in place."""
-    return launch(body, arrays, grid, block, cluster, shared).run(**options)
+GEOMETRY = ("grid", "block", "cluster", "shared", "target")
+
+
+def run(body: str, arrays: dict[str, np.ndarray], **options: object) -> Report:
+    """Run a PTX body on numpy arrays, in place. Options are the keywords of `launch` and those of `Machine`."""
+    geometry = {name: options.pop(name) for name in GEOMETRY if name in options}
+    return launch(body, arrays, **geometry).run(**options)
 
 
 def aligned(shape: tuple | int, dtype: object, alignment: int = 128) -> np.ndarray:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import assembly
 from .machine import ALL_BYTES, FULL, LANES, NONE_BYTES, Warp
-from .memory import LOCAL_WINDOW, SHARED_RESERVED, GlobalMemory
+from .memory import LOCAL_WINDOW, POISON, SHARED_RESERVED, GlobalMemory
 from .parser import SIZES, Addr, Imm, Instr, Kernel, Module, Not, Pair, PtxError, Reg, Sink, Special, Sym, Vec
 
 Emitter = Callable[["Emit", Instr], None]
@@ -333,6 +334,9 @@ class Program:
         self.local_size = 0
         self.static_shared = 0
         self._place_variables(memory)
+        for instr in self.code:
+            lookup(instr)
+        assembly.check(module, kernel)
         self.blocks: list[Block] = []
         self.block_of: dict[int, int] = {}
         self._find_blocks()
@@ -425,6 +429,9 @@ class Program:
                 leaders.add(i + 1)
             if name in BLOCKING:
                 leaders.add(i)
+                if instr.guard is not None:
+                    # Lanes whose guard is false may go on at the next block.
+                    leaders.add(i + 1)
         starts = sorted(at for at in leaders if at < len(code))
         for n, first in enumerate(starts):
             last = starts[n + 1] if n + 1 < len(starts) else len(code)
@@ -584,8 +591,7 @@ class Program:
             # A finished warp's registers serve again: PTX gives no initial values.
             warp.namespace, warp.full, warp.masked = self._pool.pop()
             self._bind_specials(warp.namespace, warp)
-            if self.local_size:
-                warp.local = np.zeros((32, -(-self.local_size // 16) * 16), np.uint8)
+            self._give_local(warp)
             return
         space: dict = dict(NAMESPACE)
         space.update(self.shared_names)
@@ -612,14 +618,21 @@ class Program:
                 space[name] = pairs[index]
             else:
                 space[name] = halves[index, (0 if kind == "l" else 1) :: 2]
+        space["FILES"] = tuple(files.values())
         space["RF"], space["RFF"] = files["r"], floats["r"]
         self._bind_specials(space, warp)
         warp.namespace = space
-        if self.local_size:
-            warp.local = np.zeros((32, -(-self.local_size // 16) * 16), np.uint8)
+        self._give_local(warp)
         make = types.FunctionType
         warp.full = [make(code, space) for code in self.full_code]
         warp.masked = [make(code, space) for code in self.masked_code]
+
+    def _give_local(self, warp: Warp) -> None:
+        """Poisoned local memory, and a mark per byte that was written."""
+        if self.local_size:
+            words = -(-self.local_size // 16) * 4
+            warp.local = np.full((32, words), POISON, np.uint32).view(np.uint8)
+            warp.local_marks = np.zeros(warp.local.shape, np.uint8)
 
     def release(self, warp: Warp) -> None:
         """Take back the registers of a warp that has ended."""
