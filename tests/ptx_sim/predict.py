@@ -150,16 +150,17 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
     full, rest = divmod(math.ceil(ctas / cluster), per_wave)
     clocks = full * (first + pair.more * step + chip["cta_start"])
     if rest:
-        active = min(math.ceil(rest / resident) * cluster, int(chip["sms"]))
-        last = cta_clocks(pair, chip, memory_of(chip, footprint, active), min(copies, math.ceil(rest / active)))
+        # CTAs spread over the SMs before they share one.
+        active = min(rest * cluster, int(chip["sms"]))
+        together = min(copies, math.ceil(rest * cluster / active))
+        last = cta_clocks(pair, chip, memory_of(chip, footprint, active), together)
         clocks += last[0] + pair.more * last[1] + chip["cta_start"]
     milliseconds = clocks / chip["clock"] / 1e6
     limiter, saved = "", {}
     if step == 0:
         stream = streamed_bytes(trace) * math.ceil(ctas / cluster) / (chip["dram"] * 1e9)
-        limiter = "latency of its CTAs"
-        if stream > milliseconds or resident > MOST_COPIES:
-            milliseconds, limiter = stream, "DRAM"
+        limiter = "DRAM" if stream > milliseconds else "latency of its CTAs"
+        milliseconds = max(milliseconds, stream)
     elif explain:
         saved = savings(pair.longer, chip, memory)
         limiter = next(iter(saved))
