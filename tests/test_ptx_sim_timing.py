@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -264,17 +263,11 @@ def test_replay_of_cta_pairs() -> None:
     assert 1000 < replay(trace, rates.GB200, memory).clocks < 100_000
 
 
-def rows() -> list[dict]:
-    return [json.loads(text) for text in predicted.OUT.read_text(encoding="utf-8").splitlines()]
-
-
 def test_predicted_times_beside_known_ones() -> None:
     """The committed predictions: GB200 within 15 %, H200 within 20 %."""
-    found = rows()
+    found = predicted.committed()
     assert {row["label"] for row in found} == {"predicted"}
     assert all(len(item["ptx_sha256"]) == 64 for row in found for item in row["launches"])
     bounds = {"GB200": 0.15, "H200": 0.2}
     assert not [predicted.describe(row) for row in found if abs(row["ratio"] - 1) > bounds[row["chip"]]]
-    assert {(r.kernels, r.chip, r.tokens, r.rows, r.heads, r.D, r.K) for r in predicted.known()} == {
-        tuple(row[name] for name in ("kernels", "chip", "tokens", "rows", "heads", "D", "K")) for row in found
-    }
+    assert {predicted.key(vars(row)) for row in predicted.known()} == {predicted.key(row) for row in found}

@@ -49,7 +49,12 @@ H200_TIMES = {
         (4096, 32768, 11.4),
         (4096, 131072, 15.5),
         (16384, 16384, 27.8),
+        (32768, 32768, 67.7),
     ),
+    ("cudnn sm90 backward", 16, 576, 2048): ((4096, 8192, 6.26),),
+    ("cudnn sm90 backward", 32, 576, 2048): ((4096, 8192, 6.36),),
+    ("cudnn sm90 backward", 128, 576, 2048): ((4096, 8192, 14.05),),
+    ("cudnn sm90 backward", 128, 512, 1152): ((4096, 8192, 7.61),),
     ("cudnn sm90 backward", 8, 576, 2048): ((4096, 8192, 6.19), (16384, 16384, 24.2), (4096, 131072, 15.2)),
     ("cudnn sm90 backward", 64, 512, 640): ((4096, 8192, 2.22),),
     ("cudnn sm90 backward", 8, 512, 640): ((4096, 8192, 1.89),),
@@ -213,11 +218,24 @@ def describe(entry: dict) -> str:
     )
 
 
-def write(path: Path, explain: bool = True) -> int:
-    """Predict every known time; print and write the rows."""
-    entries = []
-    for row in sorted(known(), key=lambda r: (r.kernels, r.heads, r.D)):
-        entries.append(line(row, predict_row(row, explain)))
-        print(describe(entries[-1]), flush=True)
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+def committed(path: Path = OUT) -> list[dict]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def key(entry: dict) -> tuple:
+    """What identifies a row, in the order of the file."""
+    return tuple(entry[name] for name in ("kernels", "heads", "D", "K", "tokens", "rows"))
+
+
+def write(path: Path, explain: bool = True, only: str = "") -> int:
+    """Predict the known times whose row contains `only`, print them, and replace them in the file."""
+    entries = {key(entry): entry for entry in committed(path)}
+    for row in sorted(known(), key=lambda r: key(asdict(r))):
+        if only in f"{row.kernels} H {row.heads} D {row.D} K {row.K}":
+            entry = line(row, predict_row(row, explain))
+            entries[key(entry)] = entry
+            print(describe(entry), flush=True)
+            # Row by row: the whole takes several minutes.
+            text = "".join(json.dumps(entries[name]) + "\n" for name in sorted(entries))
+            path.write_text(text, encoding="utf-8")
     return 0

@@ -81,7 +81,7 @@ class _Picture:
         self.rows = 0
 
     def x(self, time: float) -> float:
-        return LABEL + (WIDTH - LABEL - 10) * (time - self.first) / (self.last - self.first)
+        return LABEL + (WIDTH - LABEL - 30) * (time - self.first) / (self.last - self.first)
 
     def bars(self, spans: list[tuple[float, float]], colour: str, height: float, title: str) -> None:
         pixel = (self.last - self.first) / (WIDTH - LABEL)
@@ -112,7 +112,7 @@ class _Picture:
         legend = (
             f'<text x="{LABEL}" y="36"><tspan fill="{COLOURS["run"]}">issues</tspan> '
             f'<tspan fill="#b8843f">waits</tspan> <tspan fill="{COLOURS["engine"]}">engine works</tspan>; '
-            "clocks</text>"
+            "blank: stalls on operands or pipes; clocks</text>"
         )
         return "\n".join(
             [

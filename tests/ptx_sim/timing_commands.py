@@ -73,7 +73,7 @@ def draw_timeline(args: argparse.Namespace) -> int:
 
 
 def write_predicted(args: argparse.Namespace) -> int:
-    return write(args.out, not args.quick)
+    return write(args.out, not args.quick, args.only)
 
 
 def register(commands: argparse._SubParsersAction, load: Load) -> None:
@@ -102,6 +102,7 @@ def register(commands: argparse._SubParsersAction, load: Load) -> None:
     sub.add_argument("--steps", type=int, default=1)
     sub = add("predicted", write_predicted, "predict every published and measured time that is known", folder=False)
     sub.add_argument("--out", type=Path, default=OUT)
+    sub.add_argument("--only", default="", help="rows that contain this, such as 'sm90 backward H 64'")
     sub.add_argument("--quick", action="store_true", help="without limiters")
 
 
