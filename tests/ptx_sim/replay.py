@@ -166,46 +166,17 @@ class Replay:
 
     def _turn(self, now: float, copy: int, warp: _Warp) -> None:
         """Issue from one warp until its turn ends, it must wait, or its stream ends."""
-        quarter = warp.quarter
-        start = time = max(now, quarter.next)
+        start = time = max(now, warp.quarter.next)
         issued = 0.0
-        stream, schedules, ready = warp.stream, self.schedules, warp.ready
+        stream = warp.stream
         while warp.pos < len(stream):
             item = stream[warp.pos]
             kind = item[0]
             if kind == RUN:
-                run = schedules.get(item[1:3])
-                if run is None:
-                    run = schedules[item[1:3]] = order(self.costs[item[1] : item[2]])
-                for place in range(warp.at, len(run)):
-                    cost = run[place]
-                    need = time
-                    for register in cost.sources:
-                        if ready[register] > need:
-                            need = ready[register]
-                    if cost.pipe:
-                        free = quarter.pipes.get(cost.pipe, 0.0)
-                        need = max(need, free)
-                    elif cost.action:
-                        need = max(need, self._hold(cost, warp, need))
-                    if need > time + TURN_CLOCKS or issued >= TURN_SLOTS:
-                        warp.at = place
-                        self._yield(copy, warp, start, time, issued, max(need, time))
-                        return
-                    time = need
-                    if cost.pipe:
-                        quarter.pipes[cost.pipe] = time + cost.occupancy
-                        self.result.busy[cost.pipe] += cost.occupancy
-                    result = time + cost.latency
-                    if cost.action:
-                        result = self._memory(cost, warp, time)
-                    if cost.issues:
-                        for number in (n for i, n in item[3] if i == cost.index):
-                            self._at(time, self._issue, copy, number)
-                    for register in cost.targets:
-                        ready[register] = result
-                    time += cost.slots
-                    issued += cost.slots
+                time, issued, resume = self._code(copy, warp, item, time, issued)
+                if resume is not None:
+                    self._yield(copy, warp, start, time, issued, resume)
+                    return
                 warp.at = 0
                 warp.pos += 1
             elif kind == WAIT:
@@ -237,6 +208,41 @@ class Replay:
                 return
         self._yield(copy, warp, start, time, issued, None)
         self._finish(time)
+
+    def _code(
+        self, copy: int, warp: _Warp, item: tuple, time: float, issued: float
+    ) -> tuple[float, float, float | None]:
+        """Issue a code range from where the warp stands: (time, slots issued in this turn, when to go on or None)."""
+        run = self.schedules.get(item[1:3])
+        if run is None:
+            run = self.schedules[item[1:3]] = order(self.costs[item[1] : item[2]])
+        pipes, ready = warp.quarter.pipes, warp.ready
+        for place in range(warp.at, len(run)):
+            cost = run[place]
+            need = time
+            for register in cost.sources:
+                if ready[register] > need:
+                    need = ready[register]
+            if cost.pipe:
+                need = max(need, pipes.get(cost.pipe, 0.0))
+            elif cost.action:
+                need = max(need, self._hold(cost, warp, need))
+            if need > time + TURN_CLOCKS or issued >= TURN_SLOTS:
+                warp.at = place
+                return time, issued, need
+            time = need
+            if cost.pipe:
+                pipes[cost.pipe] = time + cost.occupancy
+                self.result.busy[cost.pipe] += cost.occupancy
+            result = self._memory(cost, warp, time) if cost.action else time + cost.latency
+            if cost.issues:
+                for number in (n for i, n in item[3] if i == cost.index):
+                    self._at(time, self._issue, copy, number)
+            for register in cost.targets:
+                ready[register] = result
+            time += cost.slots
+            issued += cost.slots
+        return time, issued, None
 
     def _yield(self, copy: int, warp: _Warp, start: float, time: float, issued: float, resume: float | None) -> None:
         quarter = warp.quarter
