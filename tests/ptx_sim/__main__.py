@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `speed`, `opcodes`, `mutants`, `races`, `coverage`, others."""
+"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `speed`, `opcodes`, `coverage`, `predict`, `races`, others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import assembly, coverage, mutate, race_commands, subjects
+from . import assembly, coverage, mutate, race_commands, subjects, timing_commands
 from .launch import Launch
 from .machine import Machine
 from .memory import SimError
@@ -162,6 +162,7 @@ def main() -> int:
     sub.add_argument("--device", action="store_true", help="run on the GPU and write the file")
     sub.set_defaults(do=run_judge_kernels)
     race_commands.add(commands)
+    timing_commands.register(commands, launches_in)
     args = parser.parse_args()
     return args.do(args)
 

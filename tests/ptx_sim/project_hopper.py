@@ -42,12 +42,12 @@ class _Simulated:
 
 
 @contextmanager
-def simulated(**options: object) -> Iterator[capture_tilelang.Recorder]:
-    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator."""
+def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.Recorder]:
+    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator, or are only recorded."""
     capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
 
-    recorder = capture_tilelang.Recorder(run=True)
+    recorder = capture_tilelang.Recorder(run=run)
     recorder.options = options
     real = build.kernel
     build.kernel = lambda kind, plan: _Simulated(real(kind, plan), recorder)
