@@ -17,7 +17,9 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                          kv i + 1              q^T dS, dout^T P of 128 columns of d
                                                           >dkv_ready                          to registers >dkv_free
                                                the next 128 columns                           sm_scale a + b, adds
-                                               ...        >p_free
+                                               ...
+                                               S, dP i + 1         >s_ready
+                                               the last columns    >p_free
     next tile            q, dout               >q_free    >dq_ready                           sm_scale dq  >dq_free
 
 P and dS are rounded once, dS unscaled: the two parts of dkv have an accumulator each and meet in registers.
@@ -196,34 +198,32 @@ class Backward(Forward):
     def mma(self, at, n, by, smem, bar, tmem, work):
         plan = self.plan
         first, tiles, step = work
-        full_phase, free_phase, block_phase, s_phase, dkv_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
+        full_phase, free_phase, block_phase, p_phase = Int32(0), Int32(1), Int32(0), Int32(0)
+        dkv_phase = Int32(1)
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
             ptx.wait(bar["q_full"], full_phase)
             full_phase ^= 1
+            self.scores(smem, bar, tmem, block_phase)
+            block_phase ^= 1
             for i in cutlass.range(blocks):
-                ptx.wait(bar["kv_full"], block_phase)
-                ptx.wait(bar["s_free"], s_phase)
-                s_phase ^= 1
-                ptx.fence_after()
-                self.scores(smem, bar, tmem)
-                ptx.wait(bar["p_ready"], block_phase)
-                block_phase ^= 1
+                ptx.wait(bar["p_ready"], p_phase)
+                p_phase ^= 1
                 if i == 0:
                     ptx.wait(bar["dq_free"], free_phase)
                     free_phase ^= 1
                 ptx.fence_after()
                 self.dq(smem, bar, tmem, i > 0)
                 for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
-                    ptx.wait(bar["dkv_free"], dkv_phase)
+                    # The next block's scores come before the last chunk: its softmax runs under that.
+                    if (chunk == TAIL_CHUNK - 1) & (i < blocks - 1):
+                        self.scores(smem, bar, tmem, block_phase)
+                        block_phase ^= 1
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + chunk * (4 * PIECE), False, dkv_phase)
                     dkv_phase ^= 1
-                    ptx.fence_after()
-                    self.dkv(smem, bar, tmem, smem["q_dout"] + chunk * (4 * PIECE), False)
                 if const_expr(plan.tail):
-                    ptx.wait(bar["dkv_free"], dkv_phase)
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + (SPANS - 1) * (2 * PIECE), True, dkv_phase)
                     dkv_phase ^= 1
-                    ptx.fence_after()
-                    self.dkv(smem, bar, tmem, smem["q_dout"] + (SPANS - 1) * (2 * PIECE), True)
                 with cute.arch.elect_one():
                     ptx.commit(bar["p_free"], False)
                 if i == blocks - 1:
@@ -232,9 +232,12 @@ class Backward(Forward):
                         ptx.commit(bar["dq_ready"], False)
 
     @cute.jit
-    def scores(self, smem, bar, tmem):
+    def scores(self, smem, bar, tmem, phase):
         """S = q K^T in lanes 0 to 63, dP = dout V^T in 64 to 127; S of the tail by keys, as in the forward."""
         plan = self.plan
+        ptx.wait(bar["kv_full"], phase)
+        ptx.wait(bar["s_free"], phase ^ 1)
+        ptx.fence_after()
         for span in cutlass.range(SPANS, unroll=1):
             with cute.arch.elect_one():
                 self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span > 0)
@@ -283,9 +286,11 @@ class Backward(Forward):
             ptx.mma(d, a, b, shape, more, pair=False, a_in_tensor_memory=False)
 
     @cute.jit
-    def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr):
+    def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr, phase):
         """q^T dS and dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
         plan = self.plan
+        ptx.wait(bar["dkv_free"], phase)
+        ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
             for name, operand, offset in (("ds_q", "ds", 0), ("p_dout", "p", PIECE))[: 1 if is_tail else 2]:

@@ -1,4 +1,4 @@
-"""Running one case of the contract through the SM100 forward in the simulator, judged against float64."""
+"""Running one case of the contract through the SM100 kernels in the simulator, judged against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla.config import SparseAttentionConfig
-from cute_sparse_mla.precision import Inputs, Judge
+from cute_sparse_mla.precision import Inputs, Judge, compare_rows
 
 from .ptx_sim import project_sm100
 from .ptx_sim.machine import Report
@@ -57,6 +57,46 @@ def judge(inputs: Inputs, **how: object) -> Report:
     """Fails unless out and lse are within the precision clause and the simulator has nothing to report."""
     out, lse, report = call(poisoned(inputs), **how)
     checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    assert not report.findings, report.findings[:5]
+    return report
+
+
+def call_backward(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, *, dkv: torch.Tensor | None = None,
+    tokens_per_tile: int = 1, ctas: int = 1, **options: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Report]:  # fmt: skip
+    """`(dq, dkv, d_sink, report)` of the public backward with `backend="sm100"`, tiles spread over so many CTAs."""
+    heads = inputs.q.shape[-2] // inputs.kv.shape[-2]
+    parts = 2 if heads * tokens_per_tile > 64 else 1
+    with project_sm100.simulated(multiprocessors=ctas * parts, **options) as recorder:
+        gradients = cute_sparse_mla.bwd(
+            inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, dlse=inputs.dlse, dkv=dkv, backend="sm100",
+            config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile), **inputs.options,
+        )  # fmt: skip
+    (report,) = recorder.reports
+    return *gradients, report
+
+
+def judge_backward(inputs: Inputs, **how: object) -> Report:
+    """Fails unless all gradients, and ranges of columns apart, are within the precision clause, and no canary moved.
+
+    dkv starts as -0.0 between guard rows of -0.0: what nothing is added to, +0.0 included, keeps its sign.
+    """
+    judged, sent = Judge(inputs), poisoned(inputs)
+    out, lse = judged.budget_forward()
+    room = torch.full((3, *inputs.kv.shape), -0.0)
+    dq, dkv, d_sink, report = call_backward(sent, out, lse, dkv=room[1], **how)
+    assert torch.signbit(room[0]).all() and torch.signbit(room[2]).all(), "a guard row was added to"
+    unnamed = sent.kv.isnan().any(dim=-1)
+    assert torch.signbit(dkv[unnamed]).all(), "a row that no slot names was added to"
+    checks = judged.gradient_checks(out, lse, d_sink=d_sink)
+    exact, granted = (judged.gradients(out, lse, rule) for rule in judged.rules)
+    for name, got in (("dq", dq), ("dkv", dkv)):
+        for first, last in ((0, 256), (256, 512), (512, got.shape[-1]), (0, got.shape[-1])):
+            if first < last:
+                parts = (t[..., first:last] for t in (got, getattr(exact, name), getattr(granted, name)))
+                checks.append(compare_rows(f"{name} {first}", *parts))
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     assert not report.findings, report.findings[:5]
     return report

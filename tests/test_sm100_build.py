@@ -10,10 +10,12 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cute_sparse_mla.sm100 import cache, launch, unions
+from cute_sparse_mla.sm100.backward_plan import BackwardPlan
 from cute_sparse_mla.sm100.heads import ROWS_PER_CTA, Rows, heads_first, rows_for, split
 from cute_sparse_mla.sm100.plan import (
     REGISTER_FILE,
@@ -40,7 +42,8 @@ from .ptx_sim import capture_cute
 
 NO_CAPTURE = capture_cute.available()
 PLANS = [
-    Plan(D, "bfloat16", "int32", rows_for(rows // tokens, tokens))
+    kind(D, "bfloat16", "int32", rows_for(rows // tokens, tokens))
+    for kind in (Plan, BackwardPlan)
     for D, _ in KERNEL_DIMS
     for rows in (64, 128)
     for tokens in launch.TOKENS_PER_TILE
@@ -55,7 +58,9 @@ def problem(heads: int = 16, D: int = 576, **changes: object) -> Problem:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"D{plan.D}-{plan.rows.tokens}x{plan.rows.padded_heads}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{type(plan).__name__}-D{plan.D}-{plan.rows.tokens}x{plan.rows.padded_heads}"
+)
 def test_a_plan_fits_and_is_drawn(plan: Plan) -> None:
     plan.check()
     assert plan.smem_bytes <= SMEM_LIMIT
@@ -159,7 +164,7 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
     filled, row = config_table.choose("sm100", problem(heads, D), SparseAttentionConfig())
     launch.check(problem(heads, D), filled)
     assert row.reason and row.figure
-    assert launch.smem_bytes(problem(heads, D), filled)["forward"] <= SMEM_LIMIT
+    assert max(launch.smem_bytes(problem(heads, D), filled).values()) <= SMEM_LIMIT
 
 
 def test_what_does_not_fit_is_refused_with_what_does(tested_version: None) -> None:
@@ -181,10 +186,13 @@ def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     launch._check_dsl.cache_clear()
 
 
-def test_backward_says_that_it_is_missing() -> None:
-    for call in (lambda: launch.bwd(problem(), SparseAttentionConfig()), lambda: launch.warmup(problem(), None, True)):
-        with pytest.raises(UnsupportedError, match="no sm100 backward; backend='reference'"):
-            call()
+def test_deterministic_is_refused_by_name() -> None:
+    refused: Any = dict.fromkeys(
+        ("q", "kv", "out", "dout", "indices", "lse", "sm_scale", "dlse", "topk_length", "q_positions", "attn_sink",
+         "dkv", "dkv_dtype")
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="deterministic=True is not supported; backend='reference'"):
+        launch.bwd(problem(), SparseAttentionConfig(), **refused, deterministic=True)
 
 
 def test_importing_the_backend_leaves_the_dsl_alone() -> None:
@@ -233,7 +241,7 @@ def test_a_kernel_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recorder = capture_cute.Recorder()
     recorder.add_ptx(build.compile_plan(plan).__ptx__)
     memory = torch.zeros(64, dtype=torch.int64)
-    arguments = tuple(tuple(int(x) for x in part) for part in build.example_arguments()[:3])
+    arguments = tuple(tuple(int(x) for x in part) for part in build.example_arguments(plan)[:3])
     (launched,) = recorder.call(kernel, {"memory": memory}, *arguments, 1.0, 1, 0)
     assert launched.block == (THREADS, 1, 1) and launched.shared_bytes == plan.smem_bytes
 
@@ -252,10 +260,12 @@ def test_the_cache_key_knows_what_changes_code(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(NO_CAPTURE is not None or shutil.which("ptxas") is None, reason=f"{NO_CAPTURE or 'no ptxas'}")
-@pytest.mark.parametrize(("arch", "D", "heads"), (("sm_100a", 576, 128), ("sm_103a", 576, 64)))
-def test_ptxas_accepts_without_spills(arch: str, D: int, heads: int) -> None:
+@pytest.mark.parametrize(("kind", "arch", "D", "heads"), (
+    (Plan, "sm_100a", 576, 128), (Plan, "sm_103a", 576, 64), (BackwardPlan, "sm_103a", 576, 128),
+))  # fmt: skip
+def test_ptxas_accepts_without_spills(kind: type[Plan], arch: str, D: int, heads: int) -> None:
     capture_cute.prepare()
-    row = sm100_resources.measure(Plan(D, "bfloat16", "int64", rows_for(heads, 1), arch))
+    row = sm100_resources.measure(kind(D, "bfloat16", "int64", rows_for(heads, 1), arch))
     assert row["spill_stores"] == row["spill_loads"] == row["stack"] == 0
     assert row["registers"] <= REGISTERS
 
