@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import foreign_dsa, project_hopper
+from . import foreign_dsa, project_hopper, project_sm100
 from .launch import Launch
 
 Subject = Callable[[int, int], object]
@@ -50,6 +50,11 @@ def _hopper(D: int, H: int, slots: int, tokens: int) -> object:
     return project_hopper.example(D, H, slots, tokens)
 
 
+def _sm100(heads: int, dim: int, tokens_per_tile: int, slots: int, tokens: int) -> object:
+    p = _problem(heads, dim, slots, tokens)
+    return project_sm100.forward(p.q, p.kv, p.indices, p.lengths, p.sink, tokens_per_tile)
+
+
 def subjects() -> dict[str, Subject]:
     """Every kernel that can run here, by name."""
     found: dict[str, Subject] = {}
@@ -66,6 +71,10 @@ def subjects() -> dict[str, Subject]:
     if project_hopper.unavailable() is None:
         for D, H in ((576, 64), (512, 64), (512, 24)):
             found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H)
+    if project_sm100.unavailable() is None:
+        for heads, dim, tokens_per_tile in project_sm100.FORWARD:
+            grouped = f"x{tokens_per_tile}" if tokens_per_tile > 1 else ""
+            found[f"sm100-fwd-h{heads}{grouped}-d{dim}"] = partial(_sm100, heads, dim, tokens_per_tile)
     return found
 
 
