@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 
 from . import capture_cute
+from .foreign_dsa import Problem, oracle
 
+BACKWARD = ((64, 512), (64, 576), (24, 576))  # (heads, D)
 # (heads, D, tokens per tile) of the forwards that the race commands know: one CTA, a pair, grouped tokens.
 FORWARD = ((64, 512, 1), (64, 576, 1), (128, 512, 1), (128, 576, 1), (8, 576, 8))
 
@@ -75,4 +77,16 @@ def forward(
             attn_sink=sink,
             config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile),
             backend="sm100",
+        )
+
+
+def backward(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of such a problem, from the float64 forward's rounded out and lse, all tiles on one CTA."""
+    import cute_sparse_mla
+
+    truth = oracle(p)
+    out, lse = truth["out"].to(p.q.dtype), truth["lse"].float().contiguous()
+    with simulated(multiprocessors=1):
+        return cute_sparse_mla.bwd(
+            p.q, p.kv[:, None], out, p.dout, p.indices, lse, topk_length=p.lengths, attn_sink=p.sink, backend="sm100"
         )
