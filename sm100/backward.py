@@ -29,12 +29,11 @@ import cuda.bindings.driver as cuda  # noqa: I001
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.typing import AddressSpace
 
 from . import forward, ptx
 from .backward_plan import CHUNK, SPANS, BackwardPlan
 from .forward import HALF_K, KEYS, K_MAJOR, SIZES, STEP, STEPS, Forward, _global, _named, _next
-from .heads import ROWS_PER_CTA, heads_first, split
+from .heads import ROWS_PER_CTA, split
 from .plan import (
     BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP,
 )  # fmt: skip
@@ -66,29 +65,10 @@ class Backward(Forward):
         stream: cuda.CUstream,
     ):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
-        heads, tokens = self.plan.rows.box
-        swizzle = cute.make_swizzle(3, 4, 3)  # 128 bytes
-        groups = n["G"] * n["heads_per_group"]
         load = cpasync.CopyBulkTensorTileG2SOp()
-
-        def atom(name, columns, stride):
-            extents, steps = heads_first((n["B"], n["S"], groups, columns), stride, n["heads_per_group"])
-            tensor = cute.make_tensor(
-                cute.make_ptr(self.dtype, at[name], AddressSpace.gmem, assumed_align=16),
-                cute.make_layout(extents, stride=(1, *(cute.assume(Int64(s), divby=8) for s in steps[1:]))),
-            )
-            box = (SPAN, heads, tokens)
-            layout = cute.make_layout(box, stride=(1, SPAN, SPAN * heads))
-            return cpasync.make_tiled_tma_atom(load, tensor, cute.make_composed_layout(swizzle, 0, layout), box)[0]
-
-        q_map = atom("q", self.plan.D, (by["q_b"], by["q_s"], by["q_h"]))
-        dout_map = atom("dout", D_V, (by["do_b"], by["do_s"], by["do_h"]))
-        rows = cute.make_tensor(
-            cute.make_ptr(self.dtype, at["kv"], AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((self.plan.D, n["kv_rows"]), stride=(1, cute.assume(by["kv_row"], divby=8))),
-        )
-        layout = cute.make_composed_layout(swizzle, 0, cute.make_layout((SPAN, 1), stride=(1, SPAN)))
-        kv_map, _ = cpasync.make_tiled_tma_atom(load, rows, layout, (SPAN, 1))
+        q_map = self.heads_map(at["q"], n, self.plan.D, (by["q_b"], by["q_s"], by["q_h"]), load)
+        dout_map = self.heads_map(at["dout"], n, D_V, (by["do_b"], by["do_s"], by["do_h"]), load)
+        kv_map = self.rows_map(at["kv"], n, by["kv_row"], load)
         self.kernel((q_map, kv_map, dout_map), pointers, sizes, strides, scale_log2, sm_scale).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), smem=self.plan.smem_bytes, stream=stream, min_blocks_per_mp=1
         )

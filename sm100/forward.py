@@ -80,30 +80,11 @@ class Forward:
     ):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         plan = self.plan
-        heads, tokens = plan.rows.box
-        swizzle = cute.make_swizzle(3, 4, 3)  # 128 bytes
-        groups = n["G"] * n["heads_per_group"]
-
-        def atom(name, shape, stride, op):
-            extents, steps = heads_first(shape, stride, n["heads_per_group"])
-            tensor = cute.make_tensor(
-                cute.make_ptr(self.dtype, at[name], AddressSpace.gmem, assumed_align=16),
-                cute.make_layout(extents, stride=(1, *(cute.assume(Int64(s), divby=8) for s in steps[1:]))),
-            )
-            box = (SPAN, heads, tokens)
-            layout = cute.make_layout(box, stride=(1, SPAN, SPAN * heads))
-            return cpasync.make_tiled_tma_atom(op, tensor, cute.make_composed_layout(swizzle, 0, layout), box)[0]
-
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_map = atom("q", (n["B"], n["S"], groups, plan.D), (by["q_b"], by["q_s"], by["q_h"]), load)
-        token = Int64(groups) * D_V
-        out_map = atom("out", (n["B"], n["S"], groups, D_V), (token * n["S"], token, Int64(D_V)), store)
-        rows = cute.make_tensor(
-            cute.make_ptr(self.dtype, at["kv"], AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((plan.D, n["kv_rows"]), stride=(1, cute.assume(by["kv_row"], divby=8))),
-        )
-        layout = cute.make_composed_layout(swizzle, 0, cute.make_layout((SPAN, 1), stride=(1, SPAN)))
-        kv_map, _ = cpasync.make_tiled_tma_atom(load, rows, layout, (SPAN, 1))
+        q_map = self.heads_map(at["q"], n, plan.D, (by["q_b"], by["q_s"], by["q_h"]), load)
+        token = Int64(n["G"] * n["heads_per_group"]) * D_V
+        out_map = self.heads_map(at["out"], n, D_V, (token * n["S"], token, Int64(D_V)), store)
+        kv_map = self.rows_map(at["kv"], n, by["kv_row"], load)
         self.kernel((q_map, kv_map, out_map), pointers, sizes, strides, scale_log2).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -112,6 +93,30 @@ class Forward:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def heads_map(self, address, n, columns, strides, op):
+        """Tensor map of `[B, S, H, columns]` by boxes of 64 columns of a CTA's rows."""
+        heads, tokens = self.plan.rows.box
+        shape = (n["B"], n["S"], n["G"] * n["heads_per_group"], columns)
+        extents, steps = heads_first(shape, strides, n["heads_per_group"])
+        tensor = cute.make_tensor(
+            cute.make_ptr(self.dtype, address, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout(extents, stride=(1, *(cute.assume(Int64(s), divby=8) for s in steps[1:]))),
+        )
+        box = (SPAN, heads, tokens)
+        layout = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3), 0, cute.make_layout(box, stride=(1, SPAN, SPAN * heads))
+        )
+        return cpasync.make_tiled_tma_atom(op, tensor, layout, box)[0]
+
+    def rows_map(self, address, n, stride, op):
+        """Tensor map of the rows of kv by 64 columns of one row."""
+        rows = cute.make_tensor(
+            cute.make_ptr(self.dtype, address, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((self.plan.D, n["kv_rows"]), stride=(1, cute.assume(stride, divby=8))),
+        )
+        layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout((SPAN, 1), stride=(1, SPAN)))
+        return cpasync.make_tiled_tma_atom(op, rows, layout, (SPAN, 1))[0]
 
     @cute.kernel
     def kernel(self, maps, pointers, sizes, strides, scale_log2):
