@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: check bench test sentinel-h200 sanitize-h200 lint clean
+.PHONY: check bench test sentinel-h200 sanitize-h200 sentinel-sim lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -34,6 +34,9 @@ sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_V
 
 sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)
+
+sentinel-sim: $(TEST_READY)  ## the Blackwell forward's whole head sweep in the simulator, on a CPU (about half an hour)
+	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .
