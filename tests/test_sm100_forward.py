@@ -11,6 +11,7 @@ from bench.cases import CONTRACT_CASES, Case
 
 from .ptx_sim import capture_cute
 from .ptx_sim.policies import Delay
+from .ptx_sim.races import Races
 from .sm100 import call, judge, sentinel_case
 
 REASON = capture_cute.available()
@@ -99,6 +100,15 @@ def test_late_asynchronous_work_changes_nothing(heads: int) -> None:
     out, lse, _ = call(inputs)
     late_out, late_lse, _ = call(inputs, policy=Delay(seed=heads))
     assert torch.equal(out, late_out) and torch.equal(lse, late_lse)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), ((64, 1), (128, 1), (8, 8)))
+def test_no_races(heads: int, tokens: int) -> None:
+    """Growing scores, so that O is rescaled, over three tiles of a cluster."""
+    case = Case(S=3 * tokens, S_kv=200, H=heads, K=130, invalid="shuffled", sink="random", q_scale=8.0)
+    observer = Races()
+    call(case.inputs(seed=10), tokens_per_tile=tokens, observer=observer)
+    assert not observer.races, observer.races[0].text
 
 
 def test_a_query_does_not_depend_on_the_others() -> None:

@@ -15,6 +15,14 @@ import torch
 
 from . import capture_cute
 
+# (heads, D, tokens per tile) of the forwards that the race commands know: one CTA, a pair, grouped tokens.
+FORWARD = ((64, 512, 1), (64, 576, 1), (128, 512, 1), (128, 576, 1), (8, 576, 8))
+
+
+def unavailable() -> str | None:
+    """Why the project's SM100 kernels cannot run here, or None."""
+    return capture_cute.available()
+
 
 @contextmanager
 def simulated(
@@ -47,3 +55,27 @@ def simulated(
         mock.patch.dict(os.environ, {cache.VARIABLE: ""}),
     ):
         yield recorder
+
+
+def forward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor,
+    sink: torch.Tensor,
+    tokens_per_tile: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One packed call of a single group, `kv [rows, D]`, all tiles on one cluster."""
+    import cute_sparse_mla
+    from cute_sparse_mla.config import SparseAttentionConfig
+
+    with simulated(multiprocessors=2 if q.shape[1] * tokens_per_tile > 64 else 1):
+        return cute_sparse_mla.fwd(
+            q,
+            kv[:, None],
+            indices,
+            topk_length=lengths,
+            attn_sink=sink,
+            config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile),
+            backend="sm100",
+        )
