@@ -467,6 +467,7 @@ VALUES = {
     "mov.b32 %r5, 1; setp.ne.u32 %p2, %r5, 1; set.lt.and.u32.s32 %r6, %r5, 2, %p2;": 0,
     "mov.b32 %r5, 1; setp.ne.u32 %p2, %r5, 1; set.lt.xor.u32.s32 %r6, %r5, 2, %p2;": 0xFFFFFFFF,
     "setp.ne.u32 %p2, 1, 1; selp.f32 %r6, 1.0, 2.0, %p2;": 0x40000000,
+    "st.global.v2.f32 [%d0+8], {1.0, 2.0}; ld.global.b32 %r6, [%d0+12];": 0x40000000,
     "mov.u32 %r6, 010;": 8,
     "mov.u32 %r6, 0b1010;": 10,
     "mov.u32 %r6, WARP_SZ;": 32,
@@ -564,6 +565,15 @@ def test_memory_of_a_cta_that_has_ended(code: str) -> None:
 def test_shared_cta_accesses_stay_in_their_cta(code: str) -> None:
     with pytest.raises(SimError, match="through shared::cta of another CTA's memory"):
         run(REMOTE + code, {}, grid=2, cluster=2)
+
+
+def test_shared_cta_addresses_are_those_of_the_own_cta() -> None:
+    arrays = words()
+    code = """cvt.u64.u32 %d6, %r5; cvta.shared::cluster.u64 %d5, %d6; isspacep.shared::cta %p3, %d5;
+isspacep.shared::cluster %p4, %d5; selp.b32 %r6, 1, 2, %p3; selp.b32 %r6, %r6, 3, %p4; mul.wide.u32 %d7, %r9, 4;
+add.s64 %d7, %d7, %d0; st.global.b32 [%d7], %r6;"""
+    run(REMOTE + code, arrays, grid=2, cluster=2)
+    assert arrays["rows"][:2].tolist() == [1, 2]
 
 
 def test_register_budgets() -> None:

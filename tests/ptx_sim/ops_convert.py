@@ -288,12 +288,16 @@ def cvta(emit: Emit, instr: Instr) -> None:
 
 @op("isspacep")
 def isspacep(emit: Emit, instr: Instr) -> None:
-    from .memory import LOCAL_WINDOW, SHARED_WINDOW
+    from .memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW
 
     d, a = instr.operands
     address = emit.src(a, "u64")
     space = instr.parts[1]
-    if space.startswith("shared"):
+    if space in ("shared", "shared::cta"):
+        emit.put(
+            d, "pred", f"({address} >> np_u64({RANK_SHIFT})) == np_u64(({SHARED_WINDOW} + S.cta.base) >> {RANK_SHIFT})"
+        )
+    elif space.startswith("shared"):
         emit.put(d, "pred", f"({address} >= np_u64({SHARED_WINDOW})) & ({address} < np_u64({LOCAL_WINDOW}))")
     elif space == "local":
         emit.put(d, "pred", f"{address} >= np_u64({LOCAL_WINDOW})")

@@ -7,7 +7,7 @@ import numpy as np
 from .access import atomic, load, must_align, reduce_half, reduce_vector, store
 from .machine import AsyncOp, Split
 from .memory import SimError
-from .parser import SIZES, Addr, Instr, PtxError, Reg, Sym, Vec
+from .parser import SIZES, Addr, Imm, Instr, PtxError, Reg, Sym, Vec
 from .translate import VIEWS, Emit, op
 
 
@@ -92,7 +92,11 @@ def _ld_param(emit: Emit, items: tuple, source: Addr, kind: str, size: int) -> N
 def data_rows(emit: Emit, items: tuple, kind: str) -> str:
     """Source registers of a store as [32] values or [32, n] rows of the element type."""
     bits = f"u{8 * SIZES[kind]}"
-    names = [emit.src(item, "b" + bits[1:]) for item in items]
+    # Registers of any type give their bits; a literal is a number of the type.
+    names = [
+        emit.temp(f"{emit.src(x, kind)}.view(np_{bits})") if isinstance(x, Imm) else emit.src(x, "b" + bits[1:])
+        for x in items
+    ]
     if len(names) == 1:
         return names[0]
     return emit.temp(f"np.stack(({', '.join(names)}), 1)")
