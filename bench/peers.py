@@ -8,7 +8,10 @@ Each adapter names its peer's conventions where they differ from the contract's,
     TileLang example tile-ai/tilelang examples/deepseek_v32: sparse_mla_fwd_interface(q, kv, indices, sm_scale=...) and
                      sparse_mla_bwd(q, kv, o, do, indices, lse, sm_scale=...), batched, D 576, no sink, K a multiple of
                      128; log2 lse; a slot counts when `index <= token number` (the pipelined forward: plus a start), so
-                     -1 counts and the filler must be S_kv. The backward needs S_kv == T to compute the contract.
+                     -1 counts and the filler must be S_kv. The backward needs S_kv == T to compute the contract. The
+                     pipelined forward (at a35008a) never stores its lse, leaves stale shared memory where a slot is
+                     invalid and reads the row sums of the other warpgroup without a barrier: it misses its
+                     verification, and on an H200 some launches do not end.
     miles            deepseek_v4 ops of radixark/miles, the example's form for D 512: sparse_mqa_fwd_interface(q, kv,
                      sink, indices, sm_scale), sparse_mqa_bwd_interface(q, kv, sink, o, do, indices, lse, sm_scale);
                      kv [B, S_kv, D]; -1 is the only filler; log2 lse with the sink's share; a sink is required (-inf

@@ -102,7 +102,8 @@ TABLE: tuple[ConfigRow, ...] = (
             bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=4, tokens_per_tile=1,
         ),
         reason="two matrix warpgroups and a copy warpgroup; 64 head rows and 64 slots fill a wgmma tile, and the time "
-        "of 8 heads is that of the gather and of the dkv adds, so fewer rows save nothing",
+        "of 8 heads is that of the gather and of the dkv adds, so fewer rows save nothing; 128 matrix threads cannot "
+        "hold a 64 x 512 accumulator (256 fp32 registers each)",
         figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.26 and backward 8.53 ms at 64 heads, "
         "2.03 and 8.00 at 8",
     ),

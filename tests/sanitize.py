@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,19 +50,28 @@ def run_cases() -> None:
         assert all(bool(torch.isfinite(t).all()) for t in results if t is not None), case.name
 
 
-def sanitize(tool: str) -> dict[str, object]:
-    """Run one tool over the cases."""
+def start(tool: str) -> subprocess.Popen[str]:
+    """One tool over the cases, in a process of its own."""
     filters = ("--kernel-name", "kernel_substring=sparse_mla")
     command = ("compute-sanitizer", "--tool", tool, *filters, *TOOLS[tool], sys.executable, "-m", "tests.sanitize")
-    done = subprocess.run((*command, "--cases"), capture_output=True, text=True, check=False)
-    text = done.stdout + done.stderr
+    return subprocess.Popen(
+        (*command, "--cases"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(tool: str, process: subprocess.Popen[str], limit: float) -> dict[str, object]:
+    """Wait for a tool and describe what it found; `found` is None when it did not finish."""
+    try:
+        text, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text = f"not finished in {limit:.0f} s: " + process.communicate()[0]
     counts = [int(first or second) for first, second in SUMMARY.findall(text)]
-    ran = done.returncode == 0 and bool(counts)
+    ran = process.returncode == 0 and bool(counts)
     return {
         "kind": "sanitizer", "tool": tool, "cases": [case.name for case in CASES],
-        "found": sum(counts) if ran else None,
-        "device": torch.cuda.get_device_name(), "versions": env.versions("tilelang"),
-        "note": "" if ran and not sum(counts) else text[-2000:],
+        "found": sum(counts) if ran else None, "device": torch.cuda.get_device_name(),
+        "versions": env.versions("tilelang"), "note": "" if ran and not sum(counts) else text[-2000:],
     }  # fmt: skip
 
 
@@ -68,18 +79,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", action="store_true", help="only run the cases: what the tools watch")
     parser.add_argument("--tool", nargs="+", choices=tuple(TOOLS), default=tuple(TOOLS))
+    parser.add_argument("--limit", type=float, default=900, help="seconds that each tool may take (default 900)")
     parser.add_argument("--out", type=Path, help="append result rows as JSON lines")
     args = parser.parse_args()
     if args.cases:
         run_cases()
         return 0
-    rows = [sanitize(tool) for tool in args.tool]
-    for row in rows:
-        print(f"{row['tool']:10s} found {row['found']} {row['note']}")
-    if args.out:
-        with args.out.open("a") as sink:
-            sink.writelines(json.dumps(row) + "\n" for row in rows)
-    return int(any(row["found"] != 0 for row in rows))
+    run_cases()  # compiles, so that the tools do not wait for it
+    processes = {tool: start(tool) for tool in args.tool}
+    failed = False
+    for tool, process in processes.items():
+        row = finish(tool, process, args.limit)
+        print(f"{tool:10s} found {row['found']} {row['note']}", flush=True)
+        failed |= row["found"] != 0
+        if args.out:
+            with args.out.open("a") as sink:
+                sink.write(json.dumps(row) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

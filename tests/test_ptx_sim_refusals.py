@@ -504,7 +504,7 @@ MISUSE = [
     ("mov.b32 %r5, 12; cp.async.ca.shared.global [%r1], [%d0], 8, %r5;", "8 bytes with a source size of 12"),
     ("mov.b32 %r5, 4; cp.async.ca.shared.global [%r1+4], [%d0], 8, %r5;", "shared store of 8 bytes misaligned"),
     ("mov.b32 %r5, 4; cp.async.ca.shared.global [%r1], [%d0+4], 8, %r5;", "access of 8 bytes misaligned: .*rows"),
-    ("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 2097152;", "more than 1048575 pending bytes"),
+    ("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 2097152;", "the transaction count exceeds 1048575 bytes"),
     ("mov.b32 %r5, 0; mbarrier.arrive.shared.b64 %d5, [%r2], %r5;", "a count of 0"),
     ("mbarrier.arrive.noComplete.shared.b64 %d5, [%r2], 1;", "noComplete arrival that completes"),
     ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32;", ".sync.aligned instruction executed by lane 0 only"),

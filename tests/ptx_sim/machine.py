@@ -64,6 +64,8 @@ class AsyncOp:
     run: Callable[[], None]
     split: Split
     index: int
+    # The lanes that issued it.
+    mask: np.ndarray
 
 
 class Waitable:
@@ -373,6 +375,8 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.live_warps -= 1
+        if self.machine.observer is not None:
+            self.machine.observer.warp_end(warp)
         # An exited warp holds up no barrier that counts all threads of the CTA or cluster.
         self.cluster.barrier.check()
         for barrier in self.barriers.values():
@@ -456,6 +460,7 @@ class Machine:
         resident: int = 1,
         observer: object = None,
         policy: object = None,
+        order: object = None,
         limit: int = 3000,
         strict: bool = False,
     ) -> None:
@@ -464,6 +469,7 @@ class Machine:
         self.memory = memory
         self.observer = observer
         self.policy = policy
+        self.order = order
         self.resident = resident
         self.limit = limit
         self.strict = strict
@@ -560,6 +566,8 @@ class Machine:
                 self.ready.append(split)
             cta.live_warps = len(cta.warps)
         self.running.append(cluster)
+        if self.observer is not None:
+            self.observer.cluster_start(cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         if self.policy is not None:
@@ -568,6 +576,8 @@ class Machine:
         for barrier in cluster.mbarriers.values():
             if barrier.tx:
                 self.finding(f"bytes pending at the exit of the cluster: {barrier.describe()}", None, barrier.address)
+        if self.observer is not None:
+            self.observer.cluster_end(cluster)
         self.running.remove(cluster)
         self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
@@ -600,7 +610,7 @@ class Machine:
                 self._stuck("deadlock: nothing can run")
                 continue
             before = self.slices
-            self.run_split(ready.popleft())
+            self.run_split(ready.popleft() if self.order is None else self.order.choose(ready))
             if self.slices == before:
                 self.spins.epoch += 1
 

@@ -222,7 +222,7 @@ def _copy_async(
             data = rows.view(np.uint32) if size == 16 else rows.view(f"u{size}")[:, 0]
             store(split, some, index, target, size, "shared::cta", data)
 
-    split.machine.submit(AsyncOp("cp.async", run, split, index))
+    split.machine.submit(AsyncOp("cp.async", run, split, index, mask))
 
 
 @op("cp.async.ca", "cp.async.cg")
