@@ -547,12 +547,14 @@ LATE = "setp.eq.u32 %p2, %r9, 0; @%p2 bra END; L: add.u32 %r8, %r8, 1; setp.lt.u
         "ld.shared::cluster.b32 %r6, [%r5];",
         "st.shared::cluster.b32 [%r5], %r0;",
         "red.shared::cluster.add.u32 [%r5], %r0;",
-        "mbarrier.arrive.shared::cluster.b64 _, [%r5];",
+        "mbarrier.arrive.shared::cluster.b64 _, [%r5+8];",
     ],
 )
 def test_memory_of_a_cta_that_has_ended(code: str) -> None:
-    with pytest.raises(SimError, match=r"of a CTA that has exited: .*rank 0"):
-        run(REMOTE + "mov.b32 %r8, 0; " + LATE + code + " END:", {}, grid=2, cluster=2)
+    barrier = "@%p9 bra READY; mbarrier.init.shared.b64 [%r1+8], 99; READY: "
+    start = "mov.u32 %r1, smem; mov.u32 %r8, %tid.x; setp.ne.u32 %p9, %r8, 0;" + barrier + REMOTE
+    report = run(start + "mov.b32 %r8, 0; " + LATE + code + " END:", {}, grid=2, cluster=2)
+    assert any("of a CTA that has exited" in f for f in report.findings)
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,11 @@ def shared_index(
         if rank != split.cta.rank:
             if not cluster:
                 raise SimError(f"{what} through shared::cta of another CTA's memory: {shared.describe(high)}")
-            must_live(split, high)
+            must_live(split, high, store_at)
     else:
         for item in address.tolist():
             shared.check(item, size, what)
-            must_live(split, item)
+            must_live(split, item, store_at)
             if not cluster and item >> RANK_SHIFT != split.cta.rank:
                 raise SimError(f"{what} through shared::cta of another CTA's memory: {shared.describe(item)}")
     if int(np.bitwise_or.reduce(address)) & (size - 1):
@@ -59,14 +59,15 @@ def shared_index(
     return address >> address.dtype.type(SHIFTS[size])
 
 
-def must_live(split: Split, address: int) -> None:
+def must_live(split: Split, address: int, index: int | None = None) -> None:
     """Shared memory of a CTA that has ended is out of reach; work still under way when a whole cluster ends is not."""
     cluster = split.cta.cluster
     rank = address >> RANK_SHIFT
     if rank in cluster.shared.exited and rank != split.cta.rank and cluster.live:
-        raise SimError(
-            f"access to shared memory of a CTA that has exited: {cluster.shared.describe(address)}; a cluster barrier "
-            "before the exit is missing"
+        split.machine.finding(
+            f"access to shared memory of a CTA that has exited: {cluster.shared.describe(address)} by "
+            f"{split.warp.name}; a cluster barrier before the exit is missing",
+            index,
         )
 
 
@@ -318,7 +319,7 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
         shared = split.cta.cluster.shared
         cells = [shared.bytes_at(item, size) for item in safe.tolist()]
         for item in set(safe.tolist()):
-            must_live(split, item)
+            must_live(split, item, index)
         for item in set(safe.tolist()):
             must_be_written(split, index, item, size, "atomic")
             wrote(split, index, item, size)

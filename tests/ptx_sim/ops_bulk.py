@@ -52,7 +52,7 @@ def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> N
 def observe(split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:
     """A copy engine touches a contiguous range: keep the marks of shared memory and tell the observer."""
     if space == "shared":
-        must_live(split, address)
+        must_live(split, address, index)
     if space == "shared" and kind != "read":
         split.cta.cluster.shared.check(address, size, kind)
         wrote(split, index, address, size)
