@@ -638,5 +638,3 @@ ld.shared.b32 %r4, [%r1];
         run(take + "add.u32 %r4, %r4, 32;" + free + "32;", {})
     with pytest.raises(Deadlock, match="448 columns are free"):
         run(take + "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;", {})
-    with pytest.raises(PtxError, match=r"one \.cta_group throughout"):
-        run(take + "tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r4, 64;", {})

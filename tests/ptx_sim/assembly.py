@@ -75,11 +75,6 @@ def check(module: Module, kernel: Kernel) -> None:
     for instr in kernel.body:
         for problem in _problems(module, kernel, instr):
             raise PtxError(f"{problem}\n  at line {instr.line}: {instr.text}")
-    tensor = [i for i in kernel.body if i.base == "tcgen05"]
-    single = any(i.has("cta_group::1") for i in tensor)
-    for instr in tensor:
-        if single and instr.has("cta_group::2"):
-            raise PtxError(f"a kernel uses one .cta_group throughout\n  at line {instr.line}: {instr.text}")
 
 
 def _problems(module: Module, kernel: Kernel, instr: Instr) -> Iterator[str]:
