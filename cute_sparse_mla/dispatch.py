@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import config as config_table
-from . import env, reference, validation
+from . import env, reference
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
 from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
@@ -171,7 +171,6 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
     under autograd.
     """
     problem = call.problem
-    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
@@ -191,7 +190,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
-    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
