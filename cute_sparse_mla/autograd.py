@@ -1,4 +1,4 @@
-"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd` and `::bwd_add`.
+"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd`, `::bwd_add` and `::max_scores`.
 
 Saved for the backward: `q`, `kv`, `indices`, the optional tensors, `out` and `lse`; no copy, nothing of size S*H*K.
 Scalars arrive normalised by `api`; tensors are checked here, on real tensors and on fake ones alike, so a compiled
@@ -109,6 +109,26 @@ def _(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_backward(q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink)
     return q.new_empty(q.shape), _fake_d_sink(q, attn_sink)
+
+
+@torch.library.custom_op(f"{_LIB}::max_scores", mutates_args=())
+def max_scores_op(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sm_scale: float | None,
+    traced_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The largest score of each row, fp32 `[..., H]`, -inf for a row without a valid slot; not differentiable."""
+    call = validation.forward(
+        q, kv, indices, d_v=1, causal=False, q_positions=None, topk_length=topk_length, attn_sink=None
+    )
+    return dispatch.max_scores(call, validation.scale_of(sm_scale, traced_scale, q.shape[-1]))
+
+
+@max_scores_op.register_fake
+def _(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sm_scale: float | None,
+    traced_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:

@@ -204,6 +204,16 @@ def backward(
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
 
 
+def max_scores(call: Call, sm_scale: float) -> Tensor:
+    """The largest score of each row of a checked call, fp32 in the caller's form; always the reference."""
+    with _on_device(call.q.device):
+        largest = reference.max_scores(
+            call.q, call.kv, call.indices, sm_scale=sm_scale, causal=call.problem.causal,
+            q_positions=call.q_positions, topk_length=call.topk_length,
+        )  # fmt: skip
+    return largest.squeeze_(0) if call.problem.packed else largest
+
+
 def warmup(
     problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str,
     config: SparseAttentionConfig, include_backward: bool,
