@@ -30,7 +30,8 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
-	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py $(ARGS)
+	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \
+		tests/test_compile.py tests/test_compat.py $(ARGS)
 
 sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)

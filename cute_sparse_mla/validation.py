@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError
@@ -83,6 +82,9 @@ def _traced_scale(sm_scale: Any) -> tuple[float | None, Tensor | None]:
     tensor, by a product that torch can make one with tensors only. A constant stays a constant: a CPU tensor in the
     graph would keep it out of CUDA graphs.
     """
+    # Here, because it imports sympy: half a second, which whoever traces has paid already.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     if isinstance(sm_scale, bool):
         raise ArgumentTypeError("sm_scale", SCALE_RULE, "bool")
     if isinstance(sm_scale, (int, float, torch.SymInt, torch.SymFloat)):
