@@ -60,6 +60,8 @@ class AsyncOp:
     run: Callable[[], None]
     split: Split
     index: int
+    # The lanes that issued it.
+    mask: np.ndarray
 
 
 class Waitable:
@@ -352,6 +354,8 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.live_warps -= 1
+        if self.machine.observer is not None:
+            self.machine.observer.warp_end(warp)
         # An exited warp holds up no barrier that counts all threads of the CTA or cluster.
         self.cluster.barrier.check()
         for barrier in self.barriers.values():
@@ -430,6 +434,7 @@ class Machine:
         resident: int = 1,
         observer: object = None,
         policy: object = None,
+        order: object = None,
         limit: int = 3000,
         strict: bool = False,
     ) -> None:
@@ -438,6 +443,7 @@ class Machine:
         self.memory = memory
         self.observer = observer
         self.policy = policy
+        self.order = order
         self.resident = resident
         self.limit = limit
         self.strict = strict
@@ -530,11 +536,15 @@ class Machine:
                 self.ready.append(split)
             cta.live_warps = len(cta.warps)
         self.running.append(cluster)
+        if self.observer is not None:
+            self.observer.cluster_start(cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         if self.policy is not None:
             # Work that nobody waited for still completes before the memory is given back.
             self.policy.flush()
+        if self.observer is not None:
+            self.observer.cluster_end(cluster)
         self.running.remove(cluster)
         self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
@@ -567,7 +577,7 @@ class Machine:
                 self._stuck("deadlock: nothing can run")
                 continue
             before = self.slices
-            self.run_split(ready.popleft())
+            self.run_split(ready.popleft() if self.order is None else self.order.choose(ready))
             if self.slices == before:
                 self.spins.epoch += 1
 

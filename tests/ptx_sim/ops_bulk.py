@@ -116,7 +116,7 @@ def bulk_load(
                 cluster.shared.bytes_at(spot, count)[:] = data
                 complete(split, index, signal, count)
 
-        split.machine.submit(AsyncOp("bulk", run, split, index))
+        split.machine.submit(AsyncOp("bulk", run, split, index, mask))
 
 
 def bulk_store(
@@ -146,7 +146,7 @@ def bulk_store(
             else:
                 out[:] = data
 
-        split.machine.submit(AsyncOp("bulk store", run, split, index))
+        split.machine.submit(AsyncOp("bulk store", run, split, index, mask))
 
 
 def bulk_reduce_shared(
@@ -176,7 +176,7 @@ def bulk_reduce_shared(
             reduce_into(shared.bytes_at(where, count), data, reduction, kind)
             complete(split, index, bar, count)
 
-        split.machine.submit(AsyncOp("bulk", run, split, index))
+        split.machine.submit(AsyncOp("bulk", run, split, index, mask))
 
 
 @op("cp.async.bulk", "cp.reduce.async.bulk")
@@ -223,8 +223,10 @@ def bulk_wait(emit: Emit, instr: Instr) -> None:
 # Tensor copies --------------------------------------------------------------------------------------------------------
 
 
-def read_map(split: Split, address: int) -> tensormap.TensorMap:
+def read_map(split: Split, index: int, address: int) -> tensormap.TensorMap:
     """Decode the descriptor at a generic address; a descriptor is 64-byte aligned."""
+    if split.machine.observer is not None:
+        split.machine.observer.tensor_map(split, index, address)
     data = split.machine.memory.bytes_at(address, 128).tobytes()
     cache = split.machine.program.__dict__.setdefault("map_cache", {})
     found = cache.get(data[:64])
@@ -276,7 +278,7 @@ def tensor_load(
     target, barrier = _shared(target, mask), _shared(barrier, mask)
     cluster = split.cta.cluster
     for lane in lanes_of(mask):
-        tmap = read_map(split, int(descriptor[lane]))
+        tmap = read_map(split, index, int(descriptor[lane]))
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         where, bar = int(target[lane]), int(barrier[lane])
         _check_tile(split, tmap, where)
@@ -307,7 +309,7 @@ def tensor_load(
                 scatter_chunks(cluster.shared, tmap, spot, data)
                 complete(split, index, signal, data.size)
 
-        split.machine.submit(AsyncOp("tensor load", run, split, index))
+        split.machine.submit(AsyncOp("tensor load", run, split, index, mask))
 
 
 def scatter_chunks(shared: object, tmap: tensormap.TensorMap, base: int, data: np.ndarray) -> None:
@@ -358,7 +360,7 @@ def tensor_store(
     source = _shared(source, mask)
     shared = split.cta.cluster.shared
     for lane in lanes_of(mask):
-        tmap = read_map(split, int(descriptor[lane]))
+        tmap = read_map(split, index, int(descriptor[lane]))
         coordinate = tuple(_signed(c, lane) for c in coordinates)
         origin = int(source[lane])
         _check_tile(split, tmap, origin)
@@ -388,7 +390,7 @@ def tensor_store(
                 else:
                     out[:] = piece
 
-        split.machine.submit(AsyncOp("tensor store", run, split, index))
+        split.machine.submit(AsyncOp("tensor store", run, split, index, mask))
 
 
 @op("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
@@ -456,7 +458,7 @@ def _store_async(
                 out[:] = cells[lane]
             complete(split, index, int(barrier[lane]), cells.shape[1])
 
-    split.machine.submit(AsyncOp("st.async", run, split, index))
+    split.machine.submit(AsyncOp("st.async", run, split, index, mask))
 
 
 @op("st.async", "red.async")
@@ -500,11 +502,12 @@ def _try_cancel(
         ranks = range(cluster.shared.ranks) if multicast else [where >> RANK_SHIFT]
         for rank in ranks:
             spot = (rank << RANK_SHIFT) | (where & OFFSET_MASK)
+            observe(split, index, "shared", spot, 16, "write")
             cluster.shared.bytes_at(spot, 16)[:] = words
             wrote(split, index, spot, 16)
             complete(split, index, (rank << RANK_SHIFT) | (bar & OFFSET_MASK), 16)
 
-    machine.submit(AsyncOp("cluster launch control", run, split, index))
+    machine.submit(AsyncOp("cluster launch control", run, split, index, mask))
 
 
 @op("clusterlaunchcontrol.try_cancel")

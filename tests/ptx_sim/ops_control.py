@@ -75,9 +75,20 @@ def _trap(split: Split) -> None:
     raise SimError("trap executed")
 
 
-@op("setmaxnreg", "griddepcontrol", "nop", "warpsync_hint")
+@op("setmaxnreg", "nop", "warpsync_hint")
 def no_effect(emit: Emit, instr: Instr) -> None:
-    """Register budgets and programmatic launch order do not change results of a single launch."""
+    """Register budgets do not change results."""
+
+
+def _griddepcontrol(split: Split, mask: np.ndarray, index: int, action: str) -> None:
+    """Programmatic launch order does not change results of a single launch; the observer sees it."""
+    if split.machine.observer is not None:
+        split.machine.observer.griddepcontrol(split, mask, index, action)
+
+
+@op("griddepcontrol")
+def griddepcontrol(emit: Emit, instr: Instr) -> None:
+    emit.call(_griddepcontrol, repr(instr.parts[1]))
 
 
 def _nanosleep(split: Split, mask: np.ndarray, index: int) -> None:

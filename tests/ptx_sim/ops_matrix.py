@@ -214,6 +214,8 @@ def wgmma(
     state = group.warps[slab]
     number = state[0]
     state[0] += 1
+    if split.machine.observer is not None:
+        split.machine.observer.wgmma_issue(split, index, number)
     from_shared = isinstance(a, np.ndarray)
     part = (int(a[0]) if from_shared else np.stack(a), int(b[0]), bool(scale_d[0]), file, rows)
     parts = group.pending.setdefault(number, {})
@@ -230,7 +232,7 @@ def wgmma(
             if group.waiters:
                 split.machine.wake(group)
 
-        split.machine.submit(AsyncOp("wgmma", run, split, index))
+        split.machine.submit(AsyncOp("wgmma", run, split, index, mask))
 
 
 @lru_cache(maxsize=64)

@@ -49,11 +49,17 @@ class Mbarrier(Waitable):
         self.cluster.machine.progress += 1
         self.settle()
 
+    def _check_tx(self) -> None:
+        if abs(self.tx) > MAX_COUNT:
+            raise SimError(f"the transaction count exceeds {MAX_COUNT} bytes: {self.describe()}")
+
     def expect(self, size: int) -> None:
         self.tx += size
+        self._check_tx()
 
     def complete(self, size: int) -> None:
         self.tx -= size
+        self._check_tx()
         self.cluster.machine.progress += 1
         self.settle()
 
@@ -89,6 +95,11 @@ def _each(split: Split, mask: np.ndarray, address: np.ndarray) -> list[tuple[int
     return out
 
 
+def _lanes_at(mask: np.ndarray, address: np.ndarray, where: int) -> np.ndarray:
+    """The active lanes that name the barrier at `where`, by its shared or generic address."""
+    return mask & ((address & address.dtype.type(0xFFFFFFFF)) == where)
+
+
 def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: np.ndarray) -> None:
     cluster = split.cta.cluster
     for where, lane, _ in _each(split, mask, address):
@@ -110,7 +121,8 @@ def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count
         cluster.shared.bytes_at(where, 8)[:] = 0
         cluster.shared.marks[1][where : where + 8] = 0xFF
         if split.machine.observer is not None:
-            split.machine.observer.mbarrier_init(split, mask, index, cluster.mbarriers[where])
+            lanes = _lanes_at(mask, address, where)
+            split.machine.observer.mbarrier_init(split, lanes, index, cluster.mbarriers[where])
 
 
 def _invalidate(split: Split, mask: np.ndarray, index: int, address: np.ndarray) -> None:
@@ -133,10 +145,14 @@ def arrive(
     for where, lane, lanes in _each(split, mask, address):
         barrier = find(split, where)
         token[:] = barrier.phase
-        if split.machine.observer is not None:
-            split.machine.observer.mbarrier_arrive(split, mask, index, barrier)
+        observer = split.machine.observer
+        if observer is not None:
+            observer.mbarrier_arrive(split, _lanes_at(mask, address, where), index, barrier)
         if tx is not None:
-            barrier.expect(int(tx[mask].sum()) if lanes > 1 else int(tx[lane]))
+            size = int(tx[mask].sum()) if lanes > 1 else int(tx[lane])
+            if observer is not None:
+                observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
+            barrier.expect(size)
         per_lane = 1 if count is None else int(count[lane])
         if drop:
             barrier.expected -= per_lane * lanes
@@ -146,7 +162,10 @@ def arrive(
 
 def _expect(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
     for where, lane, lanes in _each(split, mask, address):
-        find(split, where).expect(int(tx[lane]) * lanes)
+        barrier, size = find(split, where), int(tx[lane]) * lanes
+        if split.machine.observer is not None:
+            split.machine.observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
+        barrier.expect(size)
 
 
 def _complete(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
@@ -181,7 +200,7 @@ def try_wait(
         if done:
             result |= True if lanes == int(mask.sum()) else (address == where)
             if split.machine.observer is not None:
-                split.machine.observer.mbarrier_wait(split, mask, index, barrier)
+                split.machine.observer.mbarrier_wait(split, _lanes_at(mask, address, where), index, barrier)
     split.state = None
     split.timeout = False
     return result
@@ -260,10 +279,10 @@ def _async_arrive(split: Split, mask: np.ndarray, index: int, address: np.ndarra
         for where, _, lanes in pairs:
             barrier = find(split, where)
             if split.machine.observer is not None:
-                split.machine.observer.mbarrier_arrive(split, mask, index, barrier)
+                split.machine.observer.mbarrier_arrive(split, _lanes_at(mask, address, where), index, barrier)
             barrier.arrive(lanes)
 
-    split.machine.submit(AsyncOp("cp.async", run, split, index))
+    split.machine.submit(AsyncOp("cp.async", run, split, index, mask))
 
 
 @op("cp.async.mbarrier.arrive")

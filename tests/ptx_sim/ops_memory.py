@@ -205,11 +205,16 @@ def _copy_async(
             store(split, none, index, target, size, "shared::cta", data)
         for lane in np.flatnonzero(mask & (count > 0) & (count < size)):
             row = np.zeros(size, np.uint8)
+            if split.machine.observer is not None:
+                lanes = np.arange(32) == lane
+                here, there = np.full(32, source[lane]), np.full(32, target[lane])
+                split.machine.observer.access(split, lanes, index, "global", here, int(count[lane]), "read")
+                split.machine.observer.access(split, lanes, index, "shared::cta", there, size, "write")
             row[: count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
             split.cta.cluster.shared.bytes_at(int(target[lane]), size)[:] = row
             wrote(split, index, int(target[lane]), size)
 
-    split.machine.submit(AsyncOp("cp.async", run, split, index))
+    split.machine.submit(AsyncOp("cp.async", run, split, index, mask))
 
 
 @op("cp.async.ca", "cp.async.cg")

@@ -68,6 +68,8 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
         if not cta.tmem_owner[first : first + wanted].any():
             cta.tmem_owner[first : first + wanted] = index + 1
             where = int(target[lane])
+            if split.machine.observer is not None:
+                split.machine.observer.tmem_alloc(split, mask, index, where, first, wanted)
             cta.cluster.shared.bytes_at(where, 4).view(np.uint32)[0] = first
             wrote(split, index, where, 4)
             return False
@@ -82,6 +84,8 @@ def _dealloc(split: Split, mask: np.ndarray, index: int, address: np.ndarray, co
     first, wanted = int(address[lane]) & 0xFFFF, int(count[lane])
     owner = split.cta.tmem_owner
     _columns(split.cta, first, wanted, "tcgen05.dealloc")
+    if split.machine.observer is not None:
+        split.machine.observer.tmem_dealloc(split, mask, index, first, wanted)
     owner[first : first + wanted] = 0
     split.cta.tmem[first : first + wanted] = POISON
     split.machine.wake(split.cta.tmem_wait)
@@ -400,7 +404,7 @@ def mma(
     def run() -> None:
         _product(split, index, shape, target, a_value, b_desc, accumulate, a_in_tmem, pair, ws)
 
-    split.machine.submit(AsyncOp("tcgen05", run, split, index))
+    split.machine.submit(AsyncOp("tcgen05", run, split, index, mask))
 
 
 def _product(
@@ -511,7 +515,7 @@ def _commit(split: Split, mask: np.ndarray, index: int, address: np.ndarray, cta
                 split.machine.observer.commit(split, index, barrier)
             barrier.arrive(1)
 
-    split.machine.submit(AsyncOp("tcgen05", run, split, index))
+    split.machine.submit(AsyncOp("tcgen05", run, split, index, mask))
 
 
 @op("tcgen05.commit")
@@ -565,7 +569,7 @@ def _cp(
             else:
                 cta.tmem[column : column + words, first : first + rows] = data
 
-    split.machine.submit(AsyncOp("tcgen05", run, split, index))
+    split.machine.submit(AsyncOp("tcgen05", run, split, index, mask))
 
 
 @op("tcgen05.cp")
