@@ -83,7 +83,8 @@ def fwd(
             place: last dimension contiguous, rows on 16 bytes, other strides free (not 0).
         sm_scale: finite number >= 0 (Python or numpy scalar, or a 0-dim CPU tensor), default `D ** -0.5`. Models
             trained with another scale must pass it (the GLM-5 family `256 ** -0.5`). A CUDA tensor is refused: reading
-            it would synchronise. In a compiled graph with dynamic shapes its value may change without recompiling.
+            it would synchronise. In a compiled graph with dynamic shapes its value may change without recompiling; but
+            with inductor's CUDA graphs torch fixes Python floats itself, and a tensor stays outside of the CUDA graph.
         d_v: width of V; default 512 at D 512 and 576, otherwise required.
         causal: bound every row by `q_positions` (default `t + S_kv - S`; it may be negative).
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's

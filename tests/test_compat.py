@@ -319,6 +319,28 @@ def test_options_of_one_setting_are_refused_in_another() -> None:
         compat.sparse_attention_backward_wrapper(*arguments, dq=arguments[1])
 
 
+@pytest.mark.sm90
+def test_nothing_synchronises() -> None:
+    """After a first call, which compiles."""
+    case = PACKED.but(G=1, D=576, d_v=512, sink="random", length="random")
+    i, batched = case.inputs(device="cuda"), case.but(packed=False, B=2, length=None).inputs(device="cuda")
+    arguments = cudnn_arguments(i)
+
+    def step() -> None:
+        compat.flash_mla_sparse_fwd(i.q, i.kv, i.indices, 0.2, 512, i.attn_sink, i.topk_length)
+        compat.sparse_attention(batched.q, batched.kv, batched.indices, 0.2, 512, batched.attn_sink)
+        out, lse = compat.sparse_mla_fwd_interface(batched.q, batched.kv, batched.indices)
+        compat.sparse_mla_bwd(batched.q, batched.kv, out, batched.dout, batched.indices, lse, delta=lse)
+        compat.sparse_attention_backward_wrapper(*arguments)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_compiled_whole() -> None:
     """The drop-ins trace into one graph, scale and lengths dynamic."""
     counters = torch._dynamo.utils.counters

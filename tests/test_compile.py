@@ -222,6 +222,28 @@ def test_traced_with_symbols() -> None:
         assert_same(graph(*given), step(*given))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    """torch.export with lengths left open and the scale an input."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: Tensor) -> tuple:
+            return layer(q, kv, sink, indices, 16, scale)
+
+    def arguments(i: Inputs, scale: float) -> tuple:
+        return i.q, i.kv, i.attn_sink, i.indices, torch.tensor(scale)
+
+    S, S_kv = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("S", "S_kv"))
+    program = torch.export.export(
+        Attention(),
+        arguments(SMALL.inputs(), 0.3),
+        dynamic_shapes=({1: S}, {1: S_kv}, None, {1: S}, None),
+        strict=strict,
+    )
+    given = arguments(SMALL.but(S=9, S_kv=31).inputs(seed=1), 0.7)
+    assert_same(program.module()(*given), Attention()(*given))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fake_tensors_flow_through(device: str) -> None:
     """Shapes, dtypes and devices of a forward and backward without memory, for a GPU that need not be there."""
