@@ -40,9 +40,9 @@ class Settings:
 
     steps: int = 300
     warmup: int = 60
-    batch: int = 4
+    batch: int = 2
     context: int = 128
-    topk: int = 24
+    topk: int = 16
     width: int = 128
     layers: int = 2
     heads: int = 4
@@ -102,40 +102,54 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`x [T, width]`; `positions [T]` in the documents; sets `index_loss`, which reaches the indexer only."""
-        s, T = self.s, x.shape[0]
+        s = self.s
         query = self.query(x).unflatten(-1, (s.heads, s.head_dim + ROPE))
         nope, rope = query.split([s.head_dim, ROPE], dim=-1)
         absorbed = torch.einsum("thd,hdc->thc", nope, self.up_key)
         q = torch.cat([absorbed, rotated(rope, positions)], dim=-1).bfloat16()
         kv = torch.cat([self.norm(self.latent(x)), rotated(self.key_rope(x), positions)], dim=-1).bfloat16()
         scale = (s.head_dim + ROPE) ** -0.5
-        rows = indices.range_rows(*indices.causal_ranges(T, cu_seqlens), s.context)
+        rows = None
         if self.indexer is not None:
-            iq, ik, weights = self.indexer(x, positions)
+            indexer = self.indexer(x, positions)
             if self.selects:
-                rows = indices.select_topk(iq.detach(), ik.detach(), weights.detach(), s.topk, cu_seqlens)
-            self.index_loss = self._divergence(q.detach(), kv.detach(), (iq, ik, weights), rows, scale)
-        out = cute_sparse_mla.sparse_mla(q, kv[:, None], rows, sm_scale=scale, causal=True)
-        assert isinstance(out, Tensor)
+                rows = indices.select_topk(*(t.detach() for t in indexer), s.topk, cu_seqlens)
+            self.index_loss = self._divergence(q.detach(), kv.detach(), indexer, rows, scale)
+        if rows is None:
+            p = self._scores(q, kv, scale).softmax(-1)
+            out = torch.einsum("bths,bsc->bthc", p, kv[:, :LATENT].float().unflatten(0, self.documents)).flatten(0, 1)
+        else:
+            out = cute_sparse_mla.sparse_mla(q, kv[:, None], rows, sm_scale=scale, causal=True)  # type: ignore
         heads = torch.einsum("thc,hcd->thd", out.float(), self.up_value)
         return self.output(heads.flatten(1))
 
+    @property
+    def documents(self) -> tuple[int, int]:
+        """Packed tokens as documents of equal length."""
+        return self.s.batch, self.s.context
+
+    def _scores(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        """All scores in fp32, `[batch, t, heads, s]`, -inf for later rows: contexts are short here."""
+        q, kv = (t.float().unflatten(0, self.documents) for t in (q, kv))
+        scores = torch.einsum("bthc,bsc->bths", q, kv) * scale
+        later = torch.ones(2 * self.documents[1:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(later[:, None], -math.inf)
+
     def _divergence(
-        self, q: Tensor, kv: Tensor, indexer: tuple[Tensor, Tensor, Tensor], rows: Tensor, scale: float
+        self, q: Tensor, kv: Tensor, indexer: tuple[Tensor, Tensor, Tensor], rows: Tensor | None, scale: float
     ) -> Tensor:
-        """KL of the indexer's softmax over the rows from the heads' mean; contexts are short: scores are dense."""
-        documents = (self.s.batch, self.s.context)
-        local = torch.where(rows < 0, 0, rows % self.s.context).long().unflatten(0, documents)
-        empty = (rows < 0).unflatten(0, documents)
-        q, kv = q.unflatten(0, documents), kv.unflatten(0, documents)
-        scores = (q.flatten(1, 2) @ kv.transpose(1, 2)).float().mul_(scale).unflatten(1, q.shape[1:3])
-        slots = local[:, :, None].expand(-1, -1, q.shape[2], -1)
-        attention = scores.gather(-1, slots).masked_fill_(empty[:, :, None], -math.inf).softmax(-1).mean(2)
-        iq, ik, weights = (t.unflatten(0, documents) for t in indexer)
-        own = torch.einsum("bthd,bsd->bths", iq, ik).relu_()
-        own = torch.einsum("bths,bth->bts", own, weights).gather(-1, local)
-        own = own.masked_fill(empty, -1e9).log_softmax(-1)
-        return F.kl_div(own, attention, reduction="sum") / len(rows)
+        """KL of the indexer's softmax from the mean of the heads', over the selected rows or over all."""
+        scores = self._scores(q, kv, scale)
+        iq, ik, weights = (t.unflatten(0, self.documents) for t in indexer)
+        own = torch.einsum("bths,bth->bts", torch.einsum("bthd,bsd->bths", iq, ik).relu(), weights)
+        own = own.masked_fill(scores[:, :, 0].isinf(), -1e9)
+        if rows is not None:
+            local = torch.where(rows < 0, 0, rows % self.s.context).long().unflatten(0, self.documents)
+            empty = (rows < 0).unflatten(0, self.documents)
+            scores = scores.gather(-1, local[:, :, None].expand(-1, -1, self.s.heads, -1))
+            scores = scores.masked_fill(empty[:, :, None], -math.inf)
+            own = own.gather(-1, local).masked_fill(empty, -1e9)
+        return F.kl_div(own.log_softmax(-1), scores.softmax(-1).mean(2), reduction="sum") / len(q)
 
 
 class Model(nn.Module):
