@@ -115,12 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.model not in ("glm5", "v32"):
         parser.error("--model must be one without compressed rows: glm5, v32")
-    rank = dist.get_node_local_rank(fallback_rank=0)
-    device = args.device or arguments.default_device()
+    device, own_group = args.device or arguments.default_device(), not dist.is_initialized()
     if device.type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    own_group = not dist.is_initialized()
+        if own_group:
+            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        device = torch.device("cuda", torch.cuda.current_device())
     if own_group:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model = MODELS[args.model]

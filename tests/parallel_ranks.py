@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import parallel as bench_parallel
 from bench.cases import Case
 from cute_sparse_mla import indices, parallel
 from cute_sparse_mla.examples import head_parallel
@@ -115,6 +116,8 @@ def run_rank(rank: int, ranks: int, folder: str, device_type: str) -> None:
     for kind in parallel.SPLITS:
         results["rows", kind] = document_rows(parallel.TokenSplit(PACKED.S, kind).positions())
     results["heads"] = head_parallel.compare(device, heads=5, T=40)
+    options = dict(tokens=5, heads=2, reps=1, splits="zigzag", device=device_type, out=f"{folder}/rows.jsonl")
+    results["bench"] = bench_parallel.main([f"--{name}={value}" for name, value in options.items()])
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     arguments = (count, str(folder), device_type)
     torch.multiprocessing.spawn(parallel_ranks.run_rank, arguments, nprocs=count)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["pass"] for row in rows] == ["forward", "backward"] and rows[0]["ranks"] == count
     return device_type, [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
@@ -109,6 +112,10 @@ def test_head_parallel_example(ranks: tuple[str, list[dict]]) -> None:
     for result in ranks[1]:
         assert result["heads"].keys() == {"out", "dq", "dkv"}
         assert all(error <= ROUNDED_TOLERANCE for error in result["heads"].values()), result["heads"]
+
+
+def test_bench_finds_every_part_equal_to_the_whole(ranks: tuple[str, list[dict]]) -> None:
+    assert [result["bench"] for result in ranks[1]] == [0] * len(ranks[1])
 
 
 # -- splits, without communication ---------------------------------------------------------------------------------
@@ -259,6 +266,8 @@ def test_wrong_tensors(one_rank: None) -> None:
         split.split(i.kv, dim=1)
     with pytest.raises(ArgumentValueError, match="dim: must be an axis of x"):
         split.unsplit(i.kv, dim=3)
+    with pytest.raises(ArgumentValueError, match="dkv: axis 0 must have 6 entries"):
+        parallel.scatter_sum(i.kv[:5], split)
     out, lse = parallel.fwd(i.q, i.kv, i.indices, **options)
     backward = dict(split=split, **i.options)
     for name, value in (("dkv", out), ("dkv_dtype", torch.int32)):

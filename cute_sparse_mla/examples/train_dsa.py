@@ -113,7 +113,8 @@ class Attention(nn.Module):
         if self.indexer is not None:
             indexer = self.indexer(x, positions)
             if self.selects:
-                rows = indices.select_topk(*(t.detach() for t in indexer), s.topk, cu_seqlens)
+                iq, ik, weights = (t.detach() for t in indexer)
+                rows = indices.select_topk(iq, ik, weights, s.topk, cu_seqlens)
             self.index_loss = self._divergence(q.detach(), kv.detach(), indexer, rows, scale)
         if rows is None:
             p = self._scores(q, kv, scale).softmax(-1)
@@ -166,6 +167,10 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(s.width) for _ in range(2 * s.layers + 1))
         self.head = nn.Linear(s.width, VOCABULARY, bias=False)
 
+    def attentions(self) -> list[Attention]:
+        """The attention layers."""
+        return [layer for layer in self.attention if isinstance(layer, Attention)]
+
     def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Logits `[T, 256]` of packed `tokens [T]`."""
         x = self.embedding(tokens)
@@ -197,13 +202,16 @@ def train(s: Settings, sparse: bool, device: torch.device) -> tuple[list[float],
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, s.learning_rate, s.steps, pct_start=0.1)
     losses, index_losses = [], []
     for step in range(s.steps):
-        for layer in model.attention:
+        for layer in model.attentions():
             layer.selects = sparse and step >= s.warmup
         starts = torch.randint(len(data) - s.context - 1, (s.batch, 1), generator=gen).to(device)
         window = data[starts + torch.arange(s.context + 1, device=device)]
         logits = model(window[:, :-1].flatten(), positions, cu_seqlens)
         loss = F.cross_entropy(logits, window[:, 1:].flatten())
-        index_loss = sum((layer.index_loss for layer in model.attention if sparse), torch.zeros((), device=device))
+        index_loss = torch.zeros((), device=device)
+        for layer in model.attentions():
+            if layer.index_loss is not None:
+                index_loss = index_loss + layer.index_loss
         optimizer.zero_grad()
         (loss + index_loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
