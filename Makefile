@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: check bench test sentinel-h200 sanitize-h200 lint clean
+.PHONY: check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -29,11 +29,17 @@ bench: $(RUN_READY)  ## benchmark of this machine
 test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)
 
+sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
+	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
+
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
 	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py $(ARGS)
 
 sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)
+
+sentinel-sim: $(TEST_READY)  ## the Blackwell forward's whole head sweep in the simulator, on a CPU (7 CPU minutes)
+	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

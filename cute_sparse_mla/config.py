@@ -108,6 +108,12 @@ TABLE: tuple[ConfigRow, ...] = (
         "2.03 and 8.00 at 8",
     ),
     ConfigRow(
+        "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),
+        SparseAttentionConfig(fwd_threads=512, fwd_stages=5, fwd_block_k=64, tokens_per_tile=1),
+        reason="a ring of five slots of KV fills shared memory; one CTA up to 64 heads, a pair of CTAs above",
+        figure="none: no Blackwell GPU has run it; right in the simulator",
+    ),
+    ConfigRow(
         "reference", (), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
         reason="plain torch; a chunk of tokens is sized by memory, not by this table",
         figure="none needed",

@@ -14,12 +14,12 @@ from types import ModuleType
 
 import torch
 
-from .errors import ArgumentValueError
+from .errors import ArgumentValueError, MissingDependencyError
 
 PACKAGE = __name__.rpartition(".")[0]
 _PACKAGE_DIR = Path(__file__).resolve().parent
 # Sub-packages that live beside the package in a checkout and inside it once installed.
-_MAPPED = ("hopper", "bench")
+_MAPPED = ("hopper", "sm100", "bench")
 
 
 class _CheckoutFinder(importlib.abc.MetaPathFinder):
@@ -69,6 +69,21 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+def require_release(kernels: str, package: str, tested: tuple[str, ...], extra: str) -> None:
+    """Raise `MissingDependencyError` unless `package` is there in a release that these kernels were tested with."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingDependencyError(
+            f"the {kernels} kernels need {package} {tested[-1]}: pip install '{PACKAGE}[{extra}]'"
+        ) from None
+    if version.split("+")[0] not in tested:
+        raise MissingDependencyError(
+            f"the {kernels} kernels were tested with {package} {', '.join(tested)}; {version} is installed: "
+            f"pip install {package}=={tested[-1]}"
+        )
 
 
 def versions(*distributions: str) -> dict[str, str]:

@@ -6,14 +6,14 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .. import env
 from ..config import SparseAttentionConfig
-from ..errors import MissingDependencyError, UnsupportedError
+from ..errors import UnsupportedError
 from ..problem import Problem
 from .plan import BLOCK_K, CHUNK, HALF, LOG2_E, ROWS, SMEM_LIMIT, THREADS, Plan
 
@@ -75,17 +75,7 @@ def _why(name: str, wished: int, problem: Problem) -> str:
 
 @functools.cache
 def _check_tilelang() -> None:
-    try:
-        version = importlib.metadata.version("tilelang")
-    except importlib.metadata.PackageNotFoundError:
-        raise MissingDependencyError(
-            f"the sm90 kernels need tilelang {TILELANG_VERSIONS[-1]}: pip install 'cute_sparse_mla[hopper]'"
-        ) from None
-    if version.split("+")[0] not in TILELANG_VERSIONS:
-        raise MissingDependencyError(
-            f"the sm90 kernels were tested with tilelang {', '.join(TILELANG_VERSIONS)}; {version} is installed: "
-            f"pip install tilelang=={TILELANG_VERSIONS[-1]}"
-        )
+    env.require_release("sm90", "tilelang", TILELANG_VERSIONS, "hopper")
 
 
 def _build() -> ModuleType:

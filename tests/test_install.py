@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("cute_sparse_mla", "hopper", "bench", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("cute_sparse_mla", "hopper", "sm100", "bench", "pyproject.toml", "README.md", "LICENSE")
 # Folders of a checkout and where they stand once installed.
-MAPPED = {"hopper": "cute_sparse_mla/hopper", "bench": "cute_sparse_mla/bench"}
+MAPPED = {name: f"cute_sparse_mla/{name}" for name in ("hopper", "sm100", "bench")}
 
 
 def python(code: str, *flags: str, path: Path = ROOT, cwd: Path | str = "/") -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ q, kv = torch.zeros(1, 2, 4, 64).bfloat16(), torch.zeros(1, 3, 1, 64).bfloat16()
 rows = torch.zeros(1, 2, 3, dtype=torch.int32)
 out, lse = cute_sparse_mla.fwd(q, kv, rows, d_v=32)
 assert abs(float(lse[0, 0, 0]) - 1.0986123) < 1e-6
-for capability, extra in (((9, 0), "hopper"),):
+for capability, extra in (((9, 0), "hopper"), ((10, 0), "blackwell")):
     q, kv = torch.zeros(1, 2, 4, 576).bfloat16(), torch.zeros(1, 3, 1, 576).bfloat16()
     answer = cute_sparse_mla.explain(q, kv, rows, capability=capability)
     assert f"pip install 'cute_sparse_mla[{extra}]'" in answer.reason, answer.reason
@@ -214,7 +214,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 def expected_files() -> dict[str, Path]:
     """Every file that an installation must have, by its place in it."""
-    patterns = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt"), "hopper": ("*.py",), "bench": ("*.py",)}
+    patterns = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt"), **{name: ("*.py",) for name in MAPPED}}
     files = {}
     for folder, kinds in patterns.items():
         for kind in kinds:

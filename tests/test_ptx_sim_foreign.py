@@ -156,4 +156,4 @@ def test_observers_see_everything() -> None:
         assert counter.calls["begin"] == counter.calls["end"] == counter.calls["issue"]
         seen |= counter.calls
     hooks = {name for name in vars(Observer) if not name.startswith("_")}
-    assert hooks - set(seen) <= {"warp_sync"}
+    assert hooks - set(seen) <= {"warp_sync", "griddepcontrol"}

@@ -43,47 +43,17 @@ def error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("D", "H", "K"), [(576, 64, 192), (512, 24, 128)])
 def test_forward_and_backward(D: int, H: int, K: int) -> None:
-    from cute_sparse_mla.hopper import launch
-
-    from cute_sparse_mla.config import SparseAttentionConfig
-    from cute_sparse_mla.problem import Problem
-
-    gen = torch.Generator().manual_seed(D + H)
-    S, S_kv = 2, 200
-    q = torch.randn(1, S, H, D, generator=gen).bfloat16()
-    kv = torch.randn(1, S_kv, 1, D, generator=gen).bfloat16()
-    indices = torch.randint(-20, S_kv + 20, (1, S, 1, K), dtype=torch.int32, generator=gen)
-    lengths = torch.tensor([[K, K // 2]], dtype=torch.int32)
-    sink = torch.randn(H, generator=gen)
-    dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
-    scale = D**-0.5
-    problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)
-    shared = {"sm_scale": scale, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
-    with project_hopper.simulated() as recorder:
-        out, lse = launch.fwd(problem, SparseAttentionConfig(), q, kv, indices, **shared)
-        dq, dkv, d_sink = launch.bwd(
-            problem,
-            SparseAttentionConfig(),
-            q,
-            kv,
-            out,
-            dout,
-            indices,
-            lse,
-            **shared,
-            dlse=None,
-            dkv=None,
-            dkv_dtype=None,
-            deterministic=False,
-        )
-    truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths[0], sink, dout[0], scale)
+    example = project_hopper.example(D, H, K)
+    q, kv, indices, lengths, sink, dout = example.inputs.values()
+    out, lse, dq, dkv, d_sink = example.outputs.values()
+    truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths[0], sink, dout[0], D**-0.5)
     torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
     found = (out[0], dq[0], dkv[0, :, 0], d_sink)
     for name, value, want in zip(("out", "dq", "dkv", "d_sink"), found, (truth[0], *truth[2:]), strict=True):
         assert error(value, want) < BF16_ERROR, name
-    assert not [f for r in recorder.reports for f in r.findings]
+    assert not [f for r in example.recorder.reports for f in r.findings]
     # Every form is witnessed by a foreign kernel or by an H200, and stands in the generated list.
-    used = {form for r in recorder.reports for form in coverage.executed_forms(r)}
+    used = {form for r in example.recorder.reports for form in coverage.executed_forms(r)}
     assert not used - set(coverage.witnesses())
     listed = LIST.read_text(encoding="utf-8")
     assert not [form for form in used if f"| `{form}` |" not in listed]

@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `speed`, `opcodes`, `mutants`, `coverage` and others."""
+"""Command line: `python -m tests.ptx_sim run DUMP_DIR`, `speed`, `opcodes`, `coverage`, `predict`, `races`, others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import assembly, coverage, mutate
+from . import assembly, coverage, mutate, race_commands, subjects, timing_commands
 from .launch import Launch
 from .machine import Machine
 from .memory import SimError
@@ -17,10 +17,10 @@ from .translate import lookup
 
 def launches_in(folder: Path) -> list[tuple[str, Launch]]:
     """The saved launches in a folder or in its subfolders."""
-    places = [folder] if (folder / "launch.json").exists() else sorted(p.parent for p in folder.glob("*/launch.json"))
-    if not places:
+    found = subjects.launches_in(folder)
+    if not found:
         sys.exit(f"no launch.json in {folder} or its subfolders: record launches with PTX_SIM_DUMP={folder}")
-    return [(place.name, Launch.load(place)) for place in places]
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,6 +161,8 @@ def main() -> int:
     sub.add_argument("file", type=Path)
     sub.add_argument("--device", action="store_true", help="run on the GPU and write the file")
     sub.set_defaults(do=run_judge_kernels)
+    race_commands.add(commands)
+    timing_commands.register(commands, launches_in)
     args = parser.parse_args()
     return args.do(args)
 

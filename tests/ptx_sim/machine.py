@@ -17,12 +17,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import progress
 from .memory import POISON, RANK_SHIFT, SHARED_RESERVED, SHARED_WINDOW, GlobalMemory, SharedMemory, SimError
 from .parser import PtxError
+
+if TYPE_CHECKING:
+    from .ops_control import Registers
 
 FULL = np.ones(32, bool)
 FULL.flags.writeable = False
@@ -60,6 +64,8 @@ class AsyncOp:
     run: Callable[[], None]
     split: Split
     index: int
+    # The lanes that issued it.
+    mask: np.ndarray
 
 
 class Waitable:
@@ -326,6 +332,19 @@ class ClusterBarrier(Waitable):
         return f"cluster barrier phase {self.phase + 1}; not arrived: {', '.join(late)}"
 
 
+class TensorMemory(Waitable):
+    """What tcgen05.alloc waits for: columns that a CTA gives back."""
+
+    __slots__ = ("cta",)
+
+    def __init__(self, cta: Cta) -> None:
+        super().__init__()
+        self.cta = cta
+
+    def describe(self) -> str:
+        return f"tensor memory of CTA {self.cta.ctaid}: {int((self.cta.tmem_owner == 0).sum())} columns are free"
+
+
 class Cta:
     """One thread block with its named barriers and tensor memory."""
 
@@ -341,8 +360,12 @@ class Cta:
         # Tensor memory, indexed [column, lane] so that one register's 32 lanes are contiguous.
         self.tmem = np.full((512, 128), POISON, np.uint32)
         self.tmem_owner = np.zeros(512, np.int32)
+        # First column -> columns of each allocation.
+        self.tmem_sizes: dict[int, int] = {}
         self.tmem_permit = True
-        self.tmem_wait = Waitable()
+        self.tmem_wait = TensorMemory(self)
+        # Made by the first setmaxnreg (ops_control.Registers).
+        self.registers: Registers | None = None
 
     def barrier(self, index: int) -> NamedBarrier:
         found = self.barriers.get(index)
@@ -352,13 +375,20 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.live_warps -= 1
+        if self.machine.observer is not None:
+            self.machine.observer.warp_end(warp)
         # An exited warp holds up no barrier that counts all threads of the CTA or cluster.
         self.cluster.barrier.check()
         for barrier in self.barriers.values():
             barrier.release_if_complete(self)
         if self.live_warps == 0 and self.tmem_owner.any():
             self.machine.finding("tensor memory not deallocated at exit", None)
+        if self.registers is not None:
+            self.machine.wake(self.registers)
         if self.live_warps == 0:
+            self.cluster.shared.exited.add(self.rank)
+            if self.registers is not None:
+                self.registers.check()
             for barrier in self.barriers.values():
                 if barrier.arrived:
                     self.machine.finding(
@@ -430,6 +460,7 @@ class Machine:
         resident: int = 1,
         observer: object = None,
         policy: object = None,
+        order: object = None,
         limit: int = 3000,
         strict: bool = False,
     ) -> None:
@@ -438,6 +469,7 @@ class Machine:
         self.memory = memory
         self.observer = observer
         self.policy = policy
+        self.order = order
         self.resident = resident
         self.limit = limit
         self.strict = strict
@@ -456,7 +488,11 @@ class Machine:
         self._slice_mark = -1
         self.slices = 0
         self.ticks = 0
-        self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
+        # Kernel parameters hold tensor maps, which are aligned to 64 bytes.
+        data = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8)
+        room = np.empty(len(data) + 128, np.uint8)
+        self.params = room[-room.ctypes.data % 128 :][: len(data)]
+        self.params[:] = data
         memory.add_array("kernel parameters", self.params)
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
@@ -530,11 +566,18 @@ class Machine:
                 self.ready.append(split)
             cta.live_warps = len(cta.warps)
         self.running.append(cluster)
+        if self.observer is not None:
+            self.observer.cluster_start(cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         if self.policy is not None:
             # Work that nobody waited for still completes before the memory is given back.
             self.policy.flush()
+        for barrier in cluster.mbarriers.values():
+            if barrier.tx:
+                self.finding(f"bytes pending at the exit of the cluster: {barrier.describe()}", None, barrier.address)
+        if self.observer is not None:
+            self.observer.cluster_end(cluster)
         self.running.remove(cluster)
         self._shared_pool.append(cluster.shared)
         for cta in cluster.ctas:
@@ -567,7 +610,7 @@ class Machine:
                 self._stuck("deadlock: nothing can run")
                 continue
             before = self.slices
-            self.run_split(ready.popleft())
+            self.run_split(ready.popleft() if self.order is None else self.order.choose(ready))
             if self.slices == before:
                 self.spins.epoch += 1
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .machine import AsyncOp, ClusterBarrier, Cta, NamedBarrier, Split
+    from .machine import AsyncOp, Cluster, ClusterBarrier, Cta, NamedBarrier, Split, Warp
     from .matrix_operands import Descriptor
     from .ops_mbarrier import Mbarrier
     from .ops_tcgen05 import Shape
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 
 class Observer:
     """Base class; all methods are no-ops."""
+
+    # Lifetimes
+
+    def cluster_start(self, cluster: Cluster) -> None:
+        """A cluster has its warps and memory; none of them has run."""
+
+    def warp_end(self, warp: Warp) -> None:
+        """All lanes of a warp have exited."""
+
+    def cluster_end(self, cluster: Cluster) -> None:
+        """All its warps have ended and nothing asynchronous is left; its memory is about to be given back."""
+
+    def griddepcontrol(self, split: Split, mask: np.ndarray, index: int, action: str) -> None:
+        """griddepcontrol.wait and launch_dependents."""
 
     # Memory
 
@@ -33,6 +47,15 @@ class Observer:
 
         Swizzled tensor copies report the whole box in shared memory and row by row in global memory.
         """
+
+    def tensor_map(self, split: Split, index: int, address: int) -> None:
+        """A tensor copy is issued with the tensor map at this generic address."""
+
+    def tmem_alloc(self, split: Split, mask: np.ndarray, index: int, target: int, first: int, count: int) -> None:
+        """tcgen05.alloc got `count` columns from `first` on and writes that to the shared address `target`."""
+
+    def tmem_dealloc(self, split: Split, mask: np.ndarray, index: int, first: int, count: int) -> None:
+        """tcgen05.dealloc"""
 
     def tmem(self, split: Split, index: int, shape: str, lane: int, column: int, count: int, kind: str) -> None:
         """tcgen05.ld or st."""
@@ -52,6 +75,9 @@ class Observer:
 
     def cp(self, split: Split, index: int, cta: Cta, source: Descriptor, rows: int, width: int, target: int) -> None:
         """tcgen05.cp: shared to tensor memory."""
+
+    def wgmma_issue(self, split: Split, index: int, number: int) -> None:
+        """One warp issues its part of the warpgroup's wgmma `number`; the last of the four hands it over."""
 
     def wgmma(
         self, split: Split, index: int, a: Descriptor | None, b: Descriptor, n: int, a_k_major: bool, b_k_major: bool
@@ -79,10 +105,13 @@ class Observer:
         """bar.warp.sync"""
 
     def mbarrier_init(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
-        """mbarrier.init"""
+        """mbarrier.init. Here and below, `mask` is of the lanes that name this barrier."""
 
     def mbarrier_arrive(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
         """An arrival of threads, before it is counted; inside an AsyncOp one of cp.async.mbarrier.arrive."""
+
+    def mbarrier_expect(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier, size: int) -> None:
+        """expect_tx raises the bytes to wait for, before that is counted."""
 
     def mbarrier_complete(self, split: Split, index: int, barrier: Mbarrier, size: int) -> None:
         """An asynchronous copy completes bytes on a barrier, before they are counted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import shared_of
+from .access import must_live, shared_of
 from .machine import FULL, AsyncOp, Split, Waitable
 from .memory import SimError
 from .ops_memory import address_of, space_of
@@ -49,11 +49,17 @@ class Mbarrier(Waitable):
         self.cluster.machine.progress += 1
         self.settle()
 
+    def _check_tx(self) -> None:
+        if abs(self.tx) > MAX_COUNT:
+            raise SimError(f"the transaction count exceeds {MAX_COUNT} bytes: {self.describe()}")
+
     def expect(self, size: int) -> None:
         self.tx += size
+        self._check_tx()
 
     def complete(self, size: int) -> None:
         self.tx -= size
+        self._check_tx()
         self.cluster.machine.progress += 1
         self.settle()
 
@@ -61,6 +67,7 @@ class Mbarrier(Waitable):
 def find(split: Split, address: int) -> Mbarrier:
     cluster = split.cta.cluster
     found = cluster.mbarriers.get(address)
+    must_live(split, address)
     if found is None:
         raise SimError(f"no mbarrier was initialised at {cluster.shared.describe(address)}")
     return found
@@ -89,6 +96,11 @@ def _each(split: Split, mask: np.ndarray, address: np.ndarray) -> list[tuple[int
     return out
 
 
+def _lanes_at(mask: np.ndarray, address: np.ndarray, where: int) -> np.ndarray:
+    """The active lanes that name the barrier at `where`, by its shared or generic address."""
+    return mask & ((address & address.dtype.type(0xFFFFFFFF)) == where)
+
+
 def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: np.ndarray) -> None:
     cluster = split.cta.cluster
     for where, lane, _ in _each(split, mask, address):
@@ -96,6 +108,9 @@ def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count
         if where % 8:
             raise SimError(f"mbarrier at {cluster.shared.describe(where)} is not 8-byte aligned")
         value = int(count[lane])
+        others = count[mask & (address == address[lane])]
+        if (others != value).any():
+            raise SimError(f"mbarrier.init of one mbarrier with different counts: {sorted(set(others.tolist()))}")
         if not 1 <= value <= MAX_COUNT:
             raise SimError(f"mbarrier.init with count {value}")
         old = cluster.mbarriers.get(where)
@@ -110,7 +125,8 @@ def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count
         cluster.shared.bytes_at(where, 8)[:] = 0
         cluster.shared.marks[1][where : where + 8] = 0xFF
         if split.machine.observer is not None:
-            split.machine.observer.mbarrier_init(split, mask, index, cluster.mbarriers[where])
+            lanes = _lanes_at(mask, address, where)
+            split.machine.observer.mbarrier_init(split, lanes, index, cluster.mbarriers[where])
 
 
 def _invalidate(split: Split, mask: np.ndarray, index: int, address: np.ndarray) -> None:
@@ -127,31 +143,48 @@ def arrive(
     count: np.ndarray | None,
     tx: np.ndarray | None,
     drop: bool = False,
+    complete: bool = True,
 ) -> np.ndarray:
-    """Returns the state token of each lane: the number of the phase arrived at."""
+    """Returns the state token of each lane: the number of the phase arrived at; `complete` False is .noComplete."""
     token = np.zeros(32, np.uint64)
     for where, lane, lanes in _each(split, mask, address):
         barrier = find(split, where)
         token[:] = barrier.phase
-        if split.machine.observer is not None:
-            split.machine.observer.mbarrier_arrive(split, mask, index, barrier)
+        observer = split.machine.observer
+        if observer is not None:
+            observer.mbarrier_arrive(split, _lanes_at(mask, address, where), index, barrier)
         if tx is not None:
-            barrier.expect(int(tx[mask].sum()) if lanes > 1 else int(tx[lane]))
-        per_lane = 1 if count is None else int(count[lane])
+            size = _total(address, mask, tx, lane, lanes)
+            if observer is not None:
+                observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
+            barrier.expect(size)
+        arrivals = lanes if count is None else _total(address, mask, count, lane, lanes)
+        if count is not None and not count[mask].all():
+            raise SimError(f"mbarrier arrival with a count of 0: {barrier.describe()}")
         if drop:
-            barrier.expected -= per_lane * lanes
-        barrier.arrive(per_lane * lanes)
+            barrier.expected -= arrivals
+        if not complete and arrivals == barrier.pending:
+            raise SimError(f"a .noComplete arrival that completes the phase: {barrier.describe()}")
+        barrier.arrive(arrivals)
     return token
+
+
+def _total(address: np.ndarray, mask: np.ndarray, values: np.ndarray, lane: int, lanes: int) -> int:
+    """The sum of a per-lane operand over the active lanes that name the barrier of `lane`."""
+    return int(values[lane]) if lanes == 1 else int(values[mask & (address == address[lane])].sum(dtype=np.uint64))
 
 
 def _expect(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
     for where, lane, lanes in _each(split, mask, address):
-        find(split, where).expect(int(tx[lane]) * lanes)
+        barrier, size = find(split, where), _total(address, mask, tx, lane, lanes)
+        if split.machine.observer is not None:
+            split.machine.observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
+        barrier.expect(size)
 
 
 def _complete(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
     for where, lane, lanes in _each(split, mask, address):
-        find(split, where).complete(int(tx[lane]) * lanes)
+        find(split, where).complete(_total(address, mask, tx, lane, lanes))
 
 
 def try_wait(
@@ -181,7 +214,7 @@ def try_wait(
         if done:
             result |= True if lanes == int(mask.sum()) else (address == where)
             if split.machine.observer is not None:
-                split.machine.observer.mbarrier_wait(split, mask, index, barrier)
+                split.machine.observer.mbarrier_wait(split, _lanes_at(mask, address, where), index, barrier)
     split.state = None
     split.timeout = False
     return result
@@ -215,7 +248,8 @@ def mbarrier_arrive(emit: Emit, instr: Instr) -> None:
         tx = emit.src(operands[0], "u32")
     elif operands:
         count = emit.src(operands[0], "u32")
-    token = emit.value(arrive, address, count, tx, str(instr.parts[1] == "arrive_drop"))
+    drop = str(instr.parts[1] == "arrive_drop")
+    token = emit.value(arrive, address, count, tx, drop, str(not instr.has("noComplete")))
     emit.put(target, "u64", token)
 
 
@@ -260,10 +294,10 @@ def _async_arrive(split: Split, mask: np.ndarray, index: int, address: np.ndarra
         for where, _, lanes in pairs:
             barrier = find(split, where)
             if split.machine.observer is not None:
-                split.machine.observer.mbarrier_arrive(split, mask, index, barrier)
+                split.machine.observer.mbarrier_arrive(split, _lanes_at(mask, address, where), index, barrier)
             barrier.arrive(lanes)
 
-    split.machine.submit(AsyncOp("cp.async", run, split, index))
+    split.machine.submit(AsyncOp("cp.async", run, split, index, mask))
 
 
 @op("cp.async.mbarrier.arrive")

@@ -89,3 +89,26 @@ class Delay:
     def flush(self) -> None:
         while self.queues:
             self._run_one()
+
+
+class Priorities:
+    """Scheduling order (`Machine(order=...)`): of the warps that can run, the one that a random permutation prefers.
+
+    Every `patience` choices the permutation changes, so that a warp that spins cannot keep the others from running.
+    """
+
+    def __init__(self, seed: int = 0, patience: int = 200) -> None:
+        self.random = random.Random(seed)
+        self.patience = patience
+        self.left = 0
+        self.rank: dict[int, float] = {}
+
+    def choose(self, ready: deque[Split]) -> Split:
+        """Take one split out of `ready`."""
+        self.left -= 1
+        if self.left < 0:
+            self.left = self.patience
+            self.rank = {}
+        best = min(ready, key=lambda split: self.rank.setdefault(id(split.warp), self.random.random()))
+        ready.remove(best)
+        return best

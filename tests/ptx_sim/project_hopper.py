@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -41,12 +42,12 @@ class _Simulated:
 
 
 @contextmanager
-def simulated(**options: object) -> Iterator[capture_tilelang.Recorder]:
-    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator."""
+def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.Recorder]:
+    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator, or are only recorded."""
     capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
 
-    recorder = capture_tilelang.Recorder(run=True)
+    recorder = capture_tilelang.Recorder(run=run)
     recorder.options = options
     real = build.kernel
     build.kernel = lambda kind, plan: _Simulated(real(kind, plan), recorder)
@@ -54,3 +55,38 @@ def simulated(**options: object) -> Iterator[capture_tilelang.Recorder]:
         yield recorder
     finally:
         build.kernel = real
+
+
+@dataclass
+class Example:
+    """One forward and backward call: inputs as the contract has them (batch of one), outputs, what was launched."""
+
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    recorder: capture_tilelang.Recorder
+
+
+def example(D: int, H: int, K: int, S: int = 2) -> Example:
+    """Both passes in the simulator on S queries and 200 rows, with invalid slots, a short row and sinks."""
+    with simulated() as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        from cute_sparse_mla.config import SparseAttentionConfig
+        from cute_sparse_mla.problem import Problem
+
+        gen = torch.Generator().manual_seed(D + H)
+        S_kv = 200
+        q = torch.randn(1, S, H, D, generator=gen).bfloat16()
+        kv = torch.randn(1, S_kv, 1, D, generator=gen).bfloat16()
+        indices = torch.randint(-20, S_kv + 20, (1, S, 1, K), dtype=torch.int32, generator=gen)
+        lengths = torch.tensor([[K, K // 2] * S], dtype=torch.int32)[:, :S]
+        sink = torch.randn(H, generator=gen)
+        dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
+        problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)
+        config = SparseAttentionConfig()
+        shared = {"sm_scale": D**-0.5, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
+        out, lse = launch.fwd(problem, config, q, kv, indices, **shared)
+        options = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": False}
+        dq, dkv, d_sink = launch.bwd(problem, config, q, kv, out, dout, indices, lse, **shared, **options)
+    inputs = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "sink": sink, "dout": dout}
+    return Example(inputs, {"out": out, "lse": lse, "dq": dq, "dkv": dkv, "d_sink": d_sink}, recorder)

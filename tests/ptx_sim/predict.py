@@ -1,0 +1,197 @@
+"""Predicted time and limiter of a launch at a real problem size, from traces of small ones.
+
+Two recordings differ by a known amount of steady-state work (more blocks of slots, or one more tile a CTA). The replay
+of the shorter gives prologue and epilogue, the difference of both the time of a step:
+
+    clocks of a CTA = clocks(shorter) + steps * (clocks(longer) - clocks(shorter)) / (steps between them)
+
+CTAs run in waves of as many as fit the chip. A last, partial wave has the paths that all SMs share to itself. A launch
+whose time does not depend on the step streams its operands: it is no faster than its bytes through DRAM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from .rates import Chip, interpolate
+from .replay import Memory, replay
+from .trace import Trace
+
+# Copies of a CTA that the replay runs on one SM; more of them change little.
+MOST_COPIES = 8
+# Recordings whose clocks differ by less do not depend on the step.
+SAME_CLOCKS = 0.02
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """MB of the rows that CTAs gather from, and of the fp32 rows that they add to: what must stay in L2."""
+
+    gather: float = 0.0
+    adds: float = 0.0
+
+
+@dataclass
+class Prediction:
+    """Predicted figures of one launch. Clocks are per CTA (or cluster) of a full wave."""
+
+    kernel: str
+    sha256: str
+    chip: str
+    ctas: int
+    ctas_per_sm: int
+    waves: int
+    fixed_clocks: float
+    step_clocks: float
+    milliseconds: float
+    limiter: str
+    savings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Pair:
+    """A launch recorded twice; `steps` is the work that the longer has more, `more` what the real one adds to it."""
+
+    shorter: Trace
+    longer: Trace
+    steps: float
+    more: float
+
+
+def memory_of(chip: Chip, footprint: Footprint, active: int | None = None) -> Memory:
+    """Bytes per clock and SM when `active` SMs (default: all) share the paths to L2."""
+    share = chip["sms"] / (active or chip["sms"])
+    read = chip.per_clock(interpolate(chip.gather, footprint.gather)) * share
+    adds = chip.per_clock(chip.adds(footprint.adds)) * share
+    return Memory(min(chip["sm_read_limit"], read), min(chip["reduce_limit"], adds), chip["write_limit"])
+
+
+def ctas_per_sm(trace: Trace, chip: Chip) -> int:
+    """By threads and shared memory; PTX does not tell registers."""
+    launch = trace.launch
+    threads = math.prod(launch.block)
+    shared = launch.shared_bytes + chip["cta_shared_bytes"]
+    return int(max(1, min(chip["threads"] // threads, chip["shared_bytes"] // shared, chip["ctas"])))
+
+
+def cta_clocks(pair: Pair, chip: Chip, memory: Memory, copies: int = 1) -> tuple[float, float]:
+    """(clocks of the shorter recording, clocks of a step)."""
+    first = replay(pair.shorter, chip, memory, copies).clocks
+    if pair.longer is pair.shorter:
+        return first, 0.0
+    second = replay(pair.longer, chip, memory, copies).clocks
+    if abs(second - first) < SAME_CLOCKS * first:
+        return first, 0.0
+    return first, (second - first) / pair.steps
+
+
+def _half(*names: str) -> Callable:
+    def change(chip: Chip, memory: Memory) -> tuple[Chip, Memory]:
+        for name in names:
+            chip = chip.with_figure(name, chip[name] / 2)
+        return chip, memory
+
+    return change
+
+
+def _twice(*names: str) -> Callable:
+    def change(chip: Chip, memory: Memory) -> tuple[Chip, Memory]:
+        for name in names:
+            chip = chip.with_figure(name, chip[name] * 2)
+        return chip, memory
+
+    return change
+
+
+# Name of a resource -> the chip and paths with it twice as fast, its latencies half.
+WHAT_IF: dict[str, Callable] = {
+    "tensor core rate": _twice("matrix"),
+    "reads from L2": lambda chip, memory: (chip, replace(memory, read=2 * memory.read)),
+    "additions in L2": lambda chip, memory: (chip, replace(memory, reduce=2 * memory.reduce)),
+    "shared memory port": _twice("shared"),
+    "tensor memory": _twice("tmem_read", "tmem_write"),
+    "copy engine": _half("tma_instruction", "tma_request"),
+    "instruction issue": _twice("issue"),
+    "instruction latency": lambda chip, memory: (
+        replace(chip, latency={kind: clocks / 2 for kind, clocks in chip.latency.items()}),
+        memory,
+    ),
+    "memory latency": _half("l2_latency", "tma_latency"),
+    "synchronisation latency": _half("wake", "barrier", "commit", "matrix_latency", "proxy_fence"),
+}
+
+
+def savings(trace: Trace, chip: Chip, memory: Memory) -> dict[str, float]:
+    """Share of a recording's clocks that vanishes when one resource is twice as fast; largest first."""
+    now = replay(trace, chip, memory).clocks
+    found = {name: 1 - replay(trace, *change(chip, memory)).clocks / now for name, change in WHAT_IF.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def streamed_bytes(trace: Trace) -> int:
+    """Bytes between one CTA (or cluster) and memory."""
+    generic = sum(size for (path, _), size in trace.traffic.items() if path == "global")
+    return generic + sum(op.global_read + op.global_write + op.global_reduce for op in trace.ops)
+
+
+def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = None, explain: bool = True) -> Prediction:
+    """Predicted time of a launch of `ctas` CTAs. `explain=False` leaves the limiter out, which needs ten replays."""
+    footprint = footprint or Footprint()
+    trace = pair.shorter
+    cluster = trace.ctas_per_cluster
+    resident = ctas_per_sm(trace, chip)
+    copies = min(resident, MOST_COPIES) if cluster == 1 else 1
+    memory = memory_of(chip, footprint)
+    first, step = cta_clocks(pair, chip, memory, copies)
+    per_wave = int(chip["sms"]) // cluster * resident
+    full, rest = divmod(math.ceil(ctas / cluster), per_wave)
+    clocks = full * (first + pair.more * step + chip["cta_start"])
+    if rest:
+        # CTAs spread over the SMs before they share one.
+        active = min(rest * cluster, int(chip["sms"]))
+        together = min(copies, math.ceil(rest * cluster / active))
+        last = cta_clocks(pair, chip, memory_of(chip, footprint, active), together)
+        clocks += last[0] + pair.more * last[1] + chip["cta_start"]
+    milliseconds = clocks / chip["clock"] / 1e6
+    limiter, saved = "", {}
+    if step == 0:
+        stream = streamed_bytes(trace) * math.ceil(ctas / cluster) / (chip["dram"] * 1e9)
+        limiter = "DRAM" if stream > milliseconds else "latency of its CTAs"
+        milliseconds = max(milliseconds, stream)
+    elif explain:
+        saved = savings(pair.longer, chip, memory)
+        limiter = next(iter(saved))
+    return Prediction(
+        trace.launch.kernel,
+        trace.launch.sha256,
+        chip.name,
+        ctas,
+        resident,
+        full + bool(rest),
+        first,
+        step,
+        milliseconds + chip["launch"] / 1e3,
+        limiter,
+        saved,
+    )
+
+
+def busy_shares(trace: Trace, chip: Chip, memory: Memory) -> Counter:
+    """Share of a replay's clocks in which each resource works; per quarter SM where there are four of it."""
+    result = replay(trace, chip, memory)
+    quarters = (
+        "issue",
+        "integer",
+        "fp32",
+        "fp32x2",
+        "half",
+        "convert",
+        "special",
+        "shuffle",
+        "double",
+        "tensor memory",
+    )
+    return Counter({name: busy / result.clocks / (4 if name in quarters else 1) for name, busy in result.busy.items()})

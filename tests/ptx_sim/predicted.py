@@ -1,0 +1,248 @@
+"""Predicted beside published and measured times of whole calls: `python -m tests.ptx_sim predicted`.
+
+Every kernel is captured at three small sizes (for its grid as a function of tokens and rows) and recorded with two
+numbers of slots. One table of constants (`rates.py`) serves all rows. Those marked `fit` were looked at when its FIT
+figures were chosen: the forwards. The backwards judge.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from .launch import Launch
+from .predict import Footprint, Pair, Prediction, predict
+from .rates import CHIPS
+from .trace import Trace, record
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "bench" / "results" / "h200.jsonl"
+OUT = ROOT / "bench" / "results" / "predicted.jsonl"
+# Small problems: tokens, rows, and the two numbers of slots that are recorded.
+TOKENS, ROWS = 64, 1024
+SLOTS = (512, 768)
+PUBLISHED_GB200 = "published by the kernels' authors, GB200"
+MEASURED_H200 = "measured on an H200"
+# (kernels, heads, D, K) -> (tokens = rows, ms) on GB200.
+GB200_TIMES = {
+    ("cudnn sm100 forward", 64, 576, 2048): (
+        (2048, 0.598),
+        (4096, 1.138),
+        (8192, 2.264),
+        (16384, 4.933),
+        (32768, 9.784),
+    ),
+    ("cudnn sm100 forward", 64, 512, 640): ((4096, 0.413),),
+    ("cudnn sm100 backward", 64, 576, 2048): ((4096, 4.423), (8192, 8.783), (32768, 38.3)),
+    ("cudnn sm100 backward", 64, 512, 640): ((4096, 1.432),),
+}
+# (kernels, heads, D, K) -> (tokens, rows, ms) on H200.
+H200_TIMES = {
+    ("cudnn sm90 backward", 64, 576, 2048): (
+        (4096, 8192, 6.99),
+        (4096, 32768, 11.4),
+        (4096, 131072, 15.5),
+        (16384, 16384, 27.8),
+        (32768, 32768, 67.7),
+    ),
+    ("cudnn sm90 backward", 16, 576, 2048): ((4096, 8192, 6.26),),
+    ("cudnn sm90 backward", 32, 576, 2048): ((4096, 8192, 6.36),),
+    ("cudnn sm90 backward", 128, 576, 2048): ((4096, 8192, 14.05),),
+    ("cudnn sm90 backward", 128, 512, 1152): ((4096, 8192, 7.61),),
+    ("cudnn sm90 backward", 8, 576, 2048): ((4096, 8192, 6.19), (16384, 16384, 24.2), (4096, 131072, 15.2)),
+    ("cudnn sm90 backward", 64, 512, 640): ((4096, 8192, 2.22),),
+    ("cudnn sm90 backward", 8, 512, 640): ((4096, 8192, 1.89),),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One known time of a call."""
+
+    kernels: str
+    chip: str
+    tokens: int
+    rows: int
+    heads: int
+    D: int
+    K: int
+    ms: float
+    source: str
+
+    @property
+    def fit(self) -> bool:
+        return self.kernels.endswith("forward")
+
+
+def stated() -> Iterator[Row]:
+    """The times that stand above."""
+    for (kernels, heads, dim, slots), times in GB200_TIMES.items():
+        for tokens, ms in times:
+            yield Row(kernels, "GB200", tokens, tokens, heads, dim, slots, ms, PUBLISHED_GB200)
+    for (kernels, heads, dim, slots), measured in H200_TIMES.items():
+        for tokens, rows, ms in measured:
+            yield Row(kernels, "H200", tokens, rows, heads, dim, slots, ms, MEASURED_H200)
+
+
+def known() -> Iterator[Row]:
+    """Those, and the measurements of the project's own kernels."""
+    yield from stated()
+    seen: dict[tuple, Row] = {}
+    for text in MEASURED.read_text(encoding="utf-8").splitlines():
+        row = json.loads(text)
+        # Rows with invalid slots do less work; of several measurements of one size the first counts.
+        if row["impl"] == "ours" and row["ms"] and not row.get("invalid"):
+            name = {"fwd": "project sm90 forward", "bwd": "project sm90 backward"}[row["pass"]]
+            sizes = (row["T"], row["S_kv"], row["H"], row["D"], row["K"])
+            seen.setdefault((name, sizes), Row(name, "H200", *sizes, row["ms"], MEASURED_H200))
+    yield from seen.values()
+
+
+def capture(kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int) -> list[Launch]:
+    """The launches of a call, not run."""
+    if kernels.startswith("project"):
+        return _capture_project(kernels, heads, dim, slots, tokens, rows)
+    from . import foreign_dsa
+
+    foreign_dsa.capture_cute.prepare()
+    problem = foreign_dsa.problem(heads, dim, slots, tokens, rows)
+    call = {
+        "cudnn sm100 forward": foreign_dsa.forward,
+        "cudnn sm100 backward": foreign_dsa.backward,
+        "cudnn sm90 backward": foreign_dsa.backward_sm90,
+    }[kernels]
+    return call(problem, run=False).launches
+
+
+def _capture_project(kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int) -> list[Launch]:
+    from . import project_hopper
+
+    project_hopper.capture_tilelang.prepare()
+    from cute_sparse_mla.hopper import launch
+
+    from cute_sparse_mla.config import SparseAttentionConfig
+    from cute_sparse_mla.problem import Problem
+
+    problem = Problem(1, tokens, rows, heads, 1, slots, dim, 512, torch.bfloat16, torch.int32)
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(1, tokens, heads, dim, generator=gen).bfloat16()
+    kv = torch.randn(1, rows, 1, dim, generator=gen).bfloat16()
+    indices = torch.randint(0, rows, (1, tokens, 1, slots), dtype=torch.int32, generator=gen)
+    shared = {"sm_scale": dim**-0.5, "topk_length": None, "q_positions": None, "attn_sink": None}
+    with project_hopper.simulated(run=False) as recorder:
+        if kernels.endswith("forward"):
+            launch.fwd(problem, SparseAttentionConfig(), q, kv, indices, **shared)
+        else:
+            out, lse = q[..., :512].contiguous(), torch.zeros(1, tokens, heads)
+            extra = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": False}
+            launch.bwd(problem, SparseAttentionConfig(), q, kv, out, out, indices, lse, **shared, **extra)
+    return recorder.launches
+
+
+def _ctas(launch: Launch) -> int:
+    return math.prod(launch.grid)
+
+
+@dataclass
+class Kernels:
+    """The recorded launches of a call: traces at both numbers of slots, and CTAs at three sizes."""
+
+    traces: list[tuple[Trace, Trace]]
+    ctas: list[tuple[int, int, int]]
+
+    def grid(self, number: int, tokens: int, rows: int) -> int:
+        """CTAs of a launch at a problem size: linear in tokens and in rows."""
+        base, more_tokens, more_rows = self.ctas[number]
+        scaled = base + (more_tokens - base) * (tokens / TOKENS - 1) + (more_rows - base) * (rows / ROWS - 1)
+        return max(1, math.ceil(scaled))
+
+
+@functools.lru_cache(maxsize=4)
+def recorded(kernels: str, heads: int, dim: int) -> Kernels:
+    """Record the launches of a call on small problems."""
+    shorter, longer = (capture(kernels, heads, dim, slots, TOKENS, ROWS) for slots in SLOTS)
+    sizes = [shorter]
+    for tokens, rows in ((2 * TOKENS, ROWS), (TOKENS, 2 * ROWS)):
+        sizes.append(capture(kernels, heads, dim, SLOTS[0], tokens, rows))
+    return Kernels(
+        [(record(a, 1), record(b, 1)) for a, b in zip(shorter, longer, strict=True)],
+        [tuple(_ctas(launch) for launch in launches) for launches in zip(*sizes, strict=True)],
+    )
+
+
+def predict_row(row: Row, explain: bool = True) -> list[Prediction]:
+    """Predictions of the launches of a call, in order."""
+    found = recorded(row.kernels, row.heads, row.D)
+    footprint = Footprint(row.rows * row.D * 2 / 1e6, row.rows * row.D * 4 / 1e6)
+    out = []
+    for number, (shorter, longer) in enumerate(found.traces):
+        pair = Pair(shorter, longer, SLOTS[1] - SLOTS[0], row.K - SLOTS[0])
+        ctas = found.grid(number, row.tokens, row.rows)
+        out.append(predict(pair, CHIPS[row.chip], ctas, footprint, explain))
+    return out
+
+
+def line(row: Row, predictions: list[Prediction]) -> dict:
+    """A row of the committed file."""
+    main = max(predictions, key=lambda p: p.milliseconds)
+    total = sum(p.milliseconds for p in predictions)
+    return {
+        "label": "predicted",
+        **asdict(row),
+        "used_for_fit": row.fit,
+        "predicted_ms": round(total, 3),
+        "ratio": round(total / row.ms, 3),
+        "limiter": main.limiter,
+        "saved_if_twice_as_fast": {name: round(share, 3) for name, share in list(main.savings.items())[:4]},
+        "launches": [
+            {
+                "kernel": p.kernel[:100],
+                "ptx_sha256": p.sha256,
+                "ctas": p.ctas,
+                "ctas_per_sm": p.ctas_per_sm,
+                "waves": p.waves,
+                "clocks_of_512_slots": round(p.fixed_clocks),
+                "clocks_per_slot": round(p.step_clocks, 2),
+                "predicted_ms": round(p.milliseconds, 3),
+            }
+            for p in predictions
+        ],
+    }
+
+
+def describe(entry: dict) -> str:
+    size = f"{entry['tokens']} x {entry['rows']}, H {entry['heads']}, D {entry['D']}, K {entry['K']}"
+    return (
+        f"{entry['kernels']:22s} {entry['chip']:5s} {size:38s} predicted {entry['predicted_ms']:8.3f} ms, known "
+        f"{entry['ms']:8.3f}, ratio {entry['ratio']:.3f}{' (fit)' if entry['used_for_fit'] else ''}; "
+        f"limiter: {entry['limiter']}"
+    )
+
+
+def committed(path: Path = OUT) -> list[dict]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def key(entry: dict) -> tuple:
+    """What identifies a row, in the order of the file."""
+    return tuple(entry[name] for name in ("kernels", "heads", "D", "K", "tokens", "rows"))
+
+
+def write(path: Path, explain: bool = True, only: str = "") -> int:
+    """Predict the known times whose row contains `only`, print them, and replace them in the file."""
+    entries = {key(entry): entry for entry in committed(path)}
+    for row in sorted(known(), key=lambda r: key(asdict(r))):
+        if only in f"{row.kernels} H {row.heads} D {row.D} K {row.K}":
+            entry = line(row, predict_row(row, explain))
+            entries[key(entry)] = entry
+            print(describe(entry), flush=True)
+            # Row by row: the whole takes several minutes.
+            text = "".join(json.dumps(entries[name]) + "\n" for name in sorted(entries))
+            path.write_text(text, encoding="utf-8")
+    return 0

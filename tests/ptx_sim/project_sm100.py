@@ -1,0 +1,77 @@
+"""Run the project's own SM100 launches (`cute_sparse_mla.sm100`) in the simulator, on CPU tensors.
+
+The front-end and the launch code stay as they are: a CPU is said to have compute capability 10.0, and the launch's
+executor is replaced by one that records the launch through CuTe DSL's real host code and executes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from . import capture_cute
+
+# (heads, D, tokens per tile) of the forwards that the race commands know: one CTA, a pair, grouped tokens.
+FORWARD = ((64, 512, 1), (64, 576, 1), (128, 512, 1), (128, 576, 1), (8, 576, 8))
+
+
+def unavailable() -> str | None:
+    """Why the project's SM100 kernels cannot run here, or None."""
+    return capture_cute.available()
+
+
+@contextmanager
+def simulated(multiprocessors: int | None = None, **options: object) -> Iterator[capture_cute.Recorder]:
+    """Inside, `backend="sm100"` takes CPU tensors and runs in the simulator, on so many multiprocessors.
+
+    Outputs start as NaN. Nothing is kept on disk: a kernel from there comes without its PTX.
+    """
+    capture_cute.prepare()
+    from cute_sparse_mla.sm100 import cache, launch
+
+    from cute_sparse_mla import env
+
+    recorder = capture_cute.Recorder(run=True)
+    recorder.options = options
+
+    def execute(kernel: Callable, arguments: tuple, tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("out", "lse"):
+            tensors[name].fill_(torch.nan)
+        recorder.call(kernel, tensors, *arguments, 0)
+
+    count = launch.multiprocessors if multiprocessors is None else lambda device: multiprocessors
+    with (
+        mock.patch.object(env, "capability", lambda device: (10, 0)),
+        mock.patch.object(launch, "executor", execute),
+        mock.patch.object(launch, "multiprocessors", count),
+        mock.patch.dict(os.environ, {cache.VARIABLE: ""}),
+    ):
+        yield recorder
+
+
+def forward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor,
+    sink: torch.Tensor,
+    tokens_per_tile: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One packed call of a single group, `kv [rows, D]`, all tiles on one cluster."""
+    import cute_sparse_mla
+    from cute_sparse_mla.config import SparseAttentionConfig
+
+    with simulated(multiprocessors=2 if q.shape[1] * tokens_per_tile > 64 else 1):
+        return cute_sparse_mla.fwd(
+            q,
+            kv[:, None],
+            indices,
+            topk_length=lengths,
+            attn_sink=sink,
+            config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile),
+            backend="sm100",
+        )

@@ -1,0 +1,132 @@
+"""The commands `races` and `sync-mutants`: on saved launches (a folder) or on named subjects (`subjects.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from . import allowances, subjects, sync_mutants
+from .launch import Launch
+from .machine import Machine
+from .memory import SimError
+from .parser import PtxError
+from .policies import Delay, Priorities
+from .races import Race, Races
+from .registers import RegisterCheck
+
+RESULTS = Path(__file__).with_name("sync_mutants.json")
+
+
+def _launches(target: str, slots: int, tokens: int) -> list[tuple[str, Launch]]:
+    """Launches of a folder or of a subject."""
+    if Path(target).is_dir():
+        found = subjects.launches_in(Path(target))
+        if not found:
+            sys.exit(f"no launch.json in {target} or its subfolders: record launches with PTX_SIM_DUMP={target}")
+        return found
+    from . import capture_cute, capture_tilelang
+
+    for capture in (capture_cute, capture_tilelang):
+        if capture.available() is None:
+            capture.prepare()
+    if target not in subjects.subjects():
+        sys.exit(f"{target} is neither a folder nor one of: {', '.join(subjects.subjects())}")
+    return subjects.record(target, slots, tokens)
+
+
+def check(launch: Launch, resident: int = 1, schedule: int | None = None) -> tuple[list[Race], list[Race], float]:
+    """(reports, allowed reports, microseconds of user CPU time per warp instruction) of one run and the register rules.
+
+    `schedule` seeds an adversarial schedule: engines and warps held back at random.
+    """
+    memory = launch.memory()
+    program = launch.program(memory)
+    observer = Races(allow=allowances.allowed)
+    options = {} if schedule is None else {"policy": Delay(schedule), "order": Priorities(schedule)}
+    machine = Machine(program, launch, memory, resident=resident, observer=observer, **options)
+    start = os.times().user
+    report = machine.run()
+    cost = 1e6 * (os.times().user - start) / max(report.warp_instructions, 1)
+    observer.registers(RegisterCheck(program).misuses(report.visits))
+    return observer.races, observer.allowed, cost
+
+
+def races(args: argparse.Namespace) -> int:
+    status = 0
+    targets = list(subjects.subjects()) if args.targets == ["all"] else args.targets
+    for target in targets:
+        for name, launch in _launches(target, args.slots, args.tokens):
+            for schedule in (None, *range(args.schedules)):
+                # Every run starts from the recorded memory.
+                contents = [(a, launch.memory().bytes_at(a.base, a.size).copy()) for a in launch.memory().allocations()]
+                how = "in order" if schedule is None else f"schedule {schedule}"
+                try:
+                    found, allowed, cost = check(launch, args.resident, schedule)
+                except (SimError, PtxError) as error:
+                    print(f"{target} {name} {how}: failed: {error}")
+                    status = 1
+                    continue
+                finally:
+                    for item, data in contents:
+                        launch.memory().bytes_at(item.base, item.size)[:] = data
+                print(
+                    f"{target} {name} {launch.kernel[:60]} {how}: {len(found)} reports, {len(allowed)} allowed, "
+                    f"{cost:.1f} us of user CPU time per warp instruction"
+                )
+                for race in found:
+                    print(race.text)
+                    status = 1
+                if args.allowed:
+                    for race in allowed:
+                        print(f"allowed: {race.text}")
+    return status
+
+
+def mutants(args: argparse.Namespace) -> int:
+    results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
+    for target in args.targets:
+        for name, launch in _launches(target, args.slots, args.tokens):
+            if args.launch is not None and name not in args.launch:
+                continue
+            laboratory = sync_mutants.Laboratory(launch, args.resident)
+            if laboratory.races.races:
+                sys.exit(f"{target} {name} has reports unmutated: run `races` first")
+            sites = laboratory.sites
+            print(f"{target} {name} {launch.kernel[:60]}: {len(sites)} sites", flush=True)
+            found = []
+            for outcome in sync_mutants.outcomes(laboratory, sites, args.processes):
+                found.append(outcome)
+                if outcome.verdict == "survived":
+                    print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
+            record = sync_mutants.table(launch, found)
+            print(
+                f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle"
+            )
+            if args.json is not None:
+                results[f"{target} {name}, {args.slots} slots, {args.tokens} tokens"] = record
+                args.json.write_text(json.dumps(results, indent=0) + "\n")
+    return 0
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add both commands to the command line."""
+    sub = commands.add_parser("races", help="happens-before races of saved launches or named kernels")
+    sub.add_argument("targets", nargs="+", help="folders of launches, names of subjects, or all")
+    sub.add_argument("--schedules", type=int, default=0, help="adversarial schedules to run as well")
+    sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
+    sub.add_argument("--slots", type=int, default=128, help="slots per row of a named kernel's input")
+    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
+    sub.add_argument("--allowed", action="store_true", help="print the reports that a documented allowance covers, too")
+    sub.set_defaults(do=races)
+    sub = commands.add_parser("sync-mutants", help="take out one wait, fence, commit or arrival at a time")
+    sub.add_argument("targets", nargs="+", help="folders of launches, or names of subjects")
+    sub.add_argument("--launch", action="append", help="only the launch of this number (000, 001 ...)")
+    sub.add_argument("--processes", type=int, default=2)
+    sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
+    sub.add_argument("--slots", type=int, default=384, help="slots per row of a named kernel's input")
+    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
+    sub.add_argument("--json", type=Path, help=f"add the results to this file ({RESULTS.name} is the committed one)")
+    sub.set_defaults(do=mutants)

@@ -1,0 +1,273 @@
+"""Traces, counters, the timed replay and its predictions: longest paths known by hand, and a kernel by others."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from .ptx_sim import counters, foreign_dsa, predict, predicted, rates, timeline
+from .ptx_sim.costs import removable
+from .ptx_sim.launch import Launch
+from .ptx_sim.parser import parse
+from .ptx_sim.policies import Delay
+from .ptx_sim.replay import Memory, Replay, replay
+from .ptx_sim.testing import aligned, launch, ptx
+from .ptx_sim.trace import DRAIN, SIGNAL, WAIT, Op, Trace, WarpTrace, bank_passes, record
+
+CHIP = rates.H200_CHIP
+MEMORY = Memory(read=32.0, reduce=16.0, write=32.0)
+REASON = foreign_dsa.unavailable()
+if REASON is None:
+    # Chooses the runtime library, so it must happen before any test imports cutlass.
+    foreign_dsa.capture_cute.prepare()
+needs_wheel = pytest.mark.skipif(REASON is not None, reason=f"foreign kernels: {REASON}")
+
+PRODUCER_CONSUMER = """mov.u32 %r0, %tid.x;
+mov.f32 %r2, 0f3F800000;
+setp.eq.u32 %p0, %r0, 0;
+@%p0 mbarrier.init.shared.b64 [smem], 32;
+bar.sync 0;
+setp.ge.u32 %p1, %r0, 32;
+@%p1 bra CONSUMER;
+{produce}
+mbarrier.arrive.shared.b64 %d0, [smem];
+bra END;
+CONSUMER:
+{before}
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p2, [smem], 0;
+@!%p2 bra WAIT;
+{consume}
+END:
+"""
+ADD = "add.rn.f32 %r2, %r2, %r2;\n"
+
+
+def producer_consumer(produce: int, before: int, consume: int, **options: object) -> float:
+    """Predicted clocks of two warps: a chain of additions, a signal, a wait and another chain."""
+    body = PRODUCER_CONSUMER.format(produce=ADD * produce, before=ADD * before, consume=ADD * consume)
+    return replay(record(launch(body, {}, block=64), **options), CHIP, MEMORY).clocks
+
+
+def test_longest_path_of_a_producer_and_a_consumer() -> None:
+    """Every dependent addition takes four clocks on the path, and none beside it."""
+    base = producer_consumer(100, 20, 50)
+    assert producer_consumer(110, 20, 50) - base == pytest.approx(40)
+    assert producer_consumer(100, 20, 60) - base == pytest.approx(40)
+    # What the consumer does while it would wait anyway is free.
+    assert producer_consumer(100, 90, 50) == pytest.approx(base)
+    # Then the consumer is the longer one, and the producer's work is free.
+    assert producer_consumer(10, 200, 50) == pytest.approx(producer_consumer(20, 200, 50))
+    # Both chains, the signal and set-up: 4 (100 + 50), 20 after the signal, under 80 clocks of everything else.
+    assert 620 < base < 700
+
+
+def test_replay_does_not_depend_on_the_order_of_the_recording() -> None:
+    assert producer_consumer(100, 20, 50, policy=Delay(1)) == producer_consumer(100, 20, 50)
+
+
+def hand_made(streams: list[list[tuple]], ops: list[Op]) -> Trace:
+    """A trace without code: signals, waits and operations only. Operations of warp w are issued at its start."""
+    trace = Trace(Launch("", "kernel", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, b""), [], "sm_90a", 1)
+    for index, stream in enumerate(streams):
+        issues = tuple((0, n) for n, op in enumerate(ops) if op.warp == index)
+        trace.warps.append(WarpTrace(0, index, [("issue", issues), *stream] if issues else stream))
+    trace.ops = ops
+    trace.expected = Counter(item[1] for stream in streams for item in stream if item[0] == SIGNAL)
+    trace.expected.update(key for op in ops for key in op.signals)
+    return trace
+
+
+class Issuing(Replay):
+    """Starts the operations of hand-made traces at time 0."""
+
+    def run(self) -> object:
+        for _, warp in self.warps:
+            if warp.stream and warp.stream[0][0] == "issue":
+                for _, number in warp.stream[0][1]:
+                    self._at(0.0, self._issue, 0, number)
+                warp.pos = 1
+        return super().run()
+
+
+def run_by_hand(streams: list[list[tuple]], ops: list[Op], memory: Memory = MEMORY) -> float:
+    return Issuing(hand_made(streams, ops), CHIP, memory).run().clocks
+
+
+def product(flop: int, operand_bytes: int = 0, signals: tuple = ()) -> Op:
+    return Op("tcgen05", 0, 0, 0, (0,), ("wgmma", False, 64), flop, operand_bytes, signals=list(signals))
+
+
+def test_tensor_core_works_in_order() -> None:
+    """Three products of 100 clocks, then 50 more clocks of the shared-memory port in the last."""
+    key = ("mbarrier", 0, 1)
+    flop = 100 * 4096
+    latency = CHIP["matrix_latency"] + CHIP["wake"]
+    assert (
+        run_by_hand([[(WAIT, key, 0)]], [product(flop), product(flop), product(flop, signals=(key,))]) == 300 + latency
+    )
+    slow = product(flop, operand_bytes=150 * 128, signals=(key,))
+    assert run_by_hand([[(WAIT, key, 0)]], [product(flop), product(flop), slow]) == 350 + latency
+
+
+def test_copies_share_the_path_from_l2() -> None:
+    """Two bulk copies of 6400 bytes at 32 bytes a clock; the second completes when both are through."""
+    key = ("mbarrier", 0, 1)
+
+    def copy(number: int) -> Op:
+        return Op("bulk", 0, 0, 0, (0,), global_read=6400, shared_write=Counter({0: 6400}), pieces=1, signals=[key])
+
+    start = CHIP["tma_instruction"] + CHIP["tma_request"]
+    one = run_by_hand([[(WAIT, key, 0)]], [copy(0)])
+    two = run_by_hand([[(WAIT, key, 0)]], [copy(0), copy(1)])
+    assert one == 200 + CHIP["tma_latency"] + CHIP["wake"]
+    assert two - one == 200
+    # Short copies are limited by the copy engine instead.
+    small = Op("bulk", 0, 0, 0, (0,), global_read=16, shared_write=Counter({0: 16}), pieces=1, signals=[key])
+    assert run_by_hand([[(WAIT, key, 0)]], [replace(small) for _ in range(10)]) == pytest.approx(
+        10 * start + CHIP["tma_latency"] + CHIP["wake"]
+    )
+
+
+def test_groups_wait_for_reads_or_completion() -> None:
+    store = Op("bulk store", 0, 0, 0, (0,), global_reduce=1600, shared_read=1600, pieces=1)
+    reads = run_by_hand(
+        [[(DRAIN, (0,), True, 0), (SIGNAL, ("mbarrier", 0, 1))], [(WAIT, ("mbarrier", 0, 1), 0)]], [store]
+    )
+    whole = run_by_hand([[(DRAIN, (0,), False, 0)]], [replace(store)])
+    # 1600 bytes at 16 a clock, after the copy engine has read them.
+    assert whole == CHIP["tma_instruction"] + CHIP["tma_request"] + 100 + CHIP["l2_latency"]
+    assert reads == whole
+
+
+def test_a_phase_that_never_completes_is_an_error() -> None:
+    trace = hand_made([[(WAIT, ("mbarrier", 0, 1), 0)]], [])
+    trace.expected[("mbarrier", 0, 1)] = 1
+    with pytest.raises(RuntimeError, match="CTA 0 warp 0 wait for phases"):
+        replay(trace, CHIP, MEMORY)
+
+
+def test_bank_conflicts() -> None:
+    lanes = np.arange(32, dtype=np.uint32)
+    assert bank_passes(4 * lanes, 4) == 1
+    assert bank_passes(0 * lanes, 4) == 1
+    assert bank_passes(8 * lanes, 4) == 2
+    assert bank_passes(128 * lanes, 4) == 32
+    assert bank_passes(16 * lanes, 16) == 4
+    assert bank_passes(8 * lanes, 8) == 2
+    assert bank_passes(128 * lanes, 16) == 32
+
+
+def test_what_an_assembler_removes() -> None:
+    """Hoisted: all that depends on parameters and lane only. Common subexpressions: the second of two equal ones."""
+    body = """mov.u32 %r0, %tid.x;
+shl.b32 %r1, %r0, 2;
+mov.u32 %r10, 0;
+LOOP:
+add.s32 %r2, %r10, %r1;
+add.s32 %r3, %r10, %r1;
+add.s32 %r4, %r3, 1;
+st.shared.u32 [%r4], %r2;
+add.s32 %r10, %r10, 1;
+setp.lt.u32 %p0, %r10, 5;
+@%p0 bra LOOP;
+"""
+    code = parse(ptx(body, 0)).kernels["kernel"].body
+    for index, instr in enumerate(code):
+        instr.index = index
+    assert [code[i].text for i in sorted(removable(code))] == [
+        "mov.u32 %r0, %tid.x",
+        "shl.b32 %r1, %r0, 2",
+        "add.s32 %r3, %r10, %r1",
+    ]
+
+
+def test_loads_and_l1() -> None:
+    """A sector that the CTA has loaded before costs the latency of L1, not that of L2."""
+    data = aligned(64, np.uint32)
+
+    def clocks(offset: int) -> float:
+        body = f"""ld.global.u32 %r1, [%d0];
+add.s32 %r2, %r1, 1;
+cvt.u64.u32 %d1, %r2;
+add.s64 %d2, %d1, %d0;
+ld.global.u32 %r3, [%d2+{offset - 1}];
+add.s32 %r4, %r3, 1;
+st.global.u32 [%d0+128], %r4;
+"""
+        return replay(record(launch(body, {"data": data}, block=32)), CHIP, MEMORY).clocks
+
+    assert clocks(64) - clocks(4) == pytest.approx(CHIP["l2_latency"] - CHIP["l1_latency"], abs=2)
+
+
+def test_waves_and_occupancy() -> None:
+    body = PRODUCER_CONSUMER.format(produce=ADD * 100, before="", consume="")
+    first = record(launch(body, {}, block=64, shared=200 * 1024))
+    longer = record(launch(body.replace(ADD, ADD * 2), {}, block=64, shared=200 * 1024))
+    pair = predict.Pair(first, longer, steps=1, more=9)
+    one, two, three = (
+        predict.predict(pair, CHIP, ctas, explain=False) for ctas in (1, int(CHIP["sms"]), 2 * int(CHIP["sms"]) + 1)
+    )
+    assert (one.waves, two.waves, three.waves) == (1, 1, 3)
+    assert one.ctas_per_sm == 1
+    assert one.step_clocks == pytest.approx(400)
+    wave = (one.fixed_clocks + 9 * one.step_clocks + CHIP["cta_start"]) / CHIP["clock"] / 1e6
+    assert three.milliseconds - CHIP["launch"] / 1e3 == pytest.approx(3 * wave)
+    assert predict.predict(pair, CHIP, 1).limiter == "instruction latency"
+
+
+def test_every_figure_names_its_source() -> None:
+    for chip in rates.CHIPS.values():
+        assert all(figure.source and figure.unit for figure in chip.figures.values())
+        assert chip.adds(1.0) == pytest.approx(chip["adds_hit"])
+        assert chip.adds(1e4) < 1.05 * chip["adds_miss"]
+    assert rates.interpolate(((1, 10.0), (3, 20.0)), 2) == 15
+
+
+@needs_wheel
+def test_counters_and_replay_of_a_whole_kernel() -> None:
+    """The wheel's 64-head forward: its matrix work and gathers are known; its replay ends and is not trivial."""
+    p = foreign_dsa.problem(64, 576, 256)
+    saved = foreign_dsa.forward(p, run=False).launches[0]
+    trace = record(saved, 1)
+    found = counters.count(trace)
+    assert found.ctas == 1
+    assert found.flop == 2 * 64 * 256 * (576 + 512)
+    gathered, q = 256 * 1152, 64 * 1152
+    assert found.bytes["L2", "copies read"] == gathered + q
+    assert found.bytes["L2", "copies write"] == 64 * 1024
+    assert "tcgen05.mma cta_group::1 ws M64 N256 K16" in counters.table(trace, found)
+    memory = predict.memory_of(rates.GB200, predict.Footprint(9.4, 18.9))
+    result = replay(trace, rates.GB200, memory)
+    floor = gathered / memory.read
+    assert floor < result.clocks < 10 * floor
+    # A recording whose engines complete late has the same edges.
+    late = replay(record(saved, 1, policy=Delay(3)), rates.GB200, memory)
+    assert late.clocks == pytest.approx(result.clocks, rel=0.02)
+    drawing = ElementTree.fromstring(timeline.picture(trace, rates.GB200, memory))
+    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text and "matrix products" in text for text in texts)
+    assert "tensor core" in texts and "gather" in texts
+
+
+@needs_wheel
+def test_replay_of_cta_pairs() -> None:
+    trace = record(foreign_dsa.forward(foreign_dsa.problem(128, 512, 128), run=False).launches[0], 1)
+    assert trace.ctas_per_cluster == 2
+    assert counters.count(trace).flop == 2 * 128 * 128 * 1024
+    memory = predict.memory_of(rates.GB200, predict.Footprint())
+    assert 1000 < replay(trace, rates.GB200, memory).clocks < 100_000
+
+
+def test_predicted_times_beside_known_ones() -> None:
+    """The committed predictions: GB200 within 15 %, H200 within 20 %."""
+    found = predicted.committed()
+    assert {row["label"] for row in found} == {"predicted"}
+    assert all(len(item["ptx_sha256"]) == 64 for row in found for item in row["launches"])
+    bounds = {"GB200": 0.15, "H200": 0.2}
+    assert not [predicted.describe(row) for row in found if abs(row["ratio"] - 1) > bounds[row["chip"]]]
+    assert {predicted.key(vars(row)) for row in predicted.stated()} <= {predicted.key(row) for row in found}
