@@ -289,7 +289,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves[name] = losses
         extra = f", indexer {smoothed(index_losses)[-1]:.3f}" if sparse else ""
         seconds = time.perf_counter() - started
-        print(f"{name:16s} loss {smoothed(losses)[-1]:.3f} nats per byte{extra}; {s.steps} steps in {seconds:.1f} s")
+        print(
+            f"{name:16s} loss {smoothed(losses)[-1]:.3f} nats per byte{extra}; {s.steps} steps in {seconds:.1f} s",
+            flush=True,
+        )
     title = f"Loss (nats per byte), {s.layers} layers, context {s.context}; rows selected from step {s.warmup} on"
     svg.write_text(curves_svg(curves, title), encoding="utf-8")
     print(f"curves: {svg}")
