@@ -146,17 +146,23 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     ctx.set_materialize_grads(False)
 
 
+def readable_gradient(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of `out` as autograd hands it over, in a layout that `bwd` reads: zeros for `None`."""
+    if dout is None:
+        return torch.zeros_like(out)
+    if validation.rows_readable(dout):
+        return dout
+    # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
+    # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
+    return dout.clone(memory_format=torch.contiguous_format)
+
+
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, kv, indices, q_positions, topk_length, attn_sink, traced_scale, out, lse = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    elif not validation.rows_readable(dout):
-        # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
-        # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
-        dout = dout.clone(memory_format=torch.contiguous_format)
     dq, dkv, d_sink = bwd_op(
-        q, kv, out, dout, indices, lse, dlse, q_positions, topk_length, attn_sink, ctx.sm_scale, traced_scale,
-        ctx.causal, torch.are_deterministic_algorithms_enabled(), None, ctx.config, ctx.backend,
+        q, kv, out, readable_gradient(dout, out), indices, lse, dlse, q_positions, topk_length, attn_sink,
+        ctx.sm_scale, traced_scale, ctx.causal, torch.are_deterministic_algorithms_enabled(), None, ctx.config,
+        ctx.backend,
     )  # fmt: skip
     return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 6
 
