@@ -33,7 +33,8 @@ sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversa
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
-	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py $(ARGS)
+	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \
+		tests/test_compile.py tests/test_compat.py $(ARGS)
 
 sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)

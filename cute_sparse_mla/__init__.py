@@ -4,7 +4,7 @@ from . import env
 
 env.support_checkout()
 
-from . import indices  # noqa: E402
+from . import compat, indices  # noqa: E402
 from .api import Explanation, bwd, explain, fwd, sparse_mla, warmup  # noqa: E402
 from .config import SparseAttentionConfig  # noqa: E402
 from .errors import (  # noqa: E402
@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "bwd",
+    "compat",
     "explain",
     "fwd",
     "indices",

@@ -48,7 +48,7 @@ def _forward_arguments(
     _refuse_forward_mode(q, kv, attn_sink)
     D = validation.row_width(q)
     return (
-        q, kv, indices, q_positions, topk_length, attn_sink, validation.scale(sm_scale, D),
+        q, kv, indices, q_positions, topk_length, attn_sink, *validation.scale(sm_scale),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
         _checked_name(backend),
     )  # fmt: skip
@@ -81,9 +81,10 @@ def fwd(
     Args:
         q, kv, indices, topk_length, q_positions, attn_sink: see the module's table. Rows of `q` and `kv` are read in
             place: last dimension contiguous, rows on 16 bytes, other strides free (not 0).
-        sm_scale: finite number >= 0 (a 0-dim CPU tensor only outside of torch.compile), default `D ** -0.5`. Models
+        sm_scale: finite number >= 0 (Python or numpy scalar, or a 0-dim CPU tensor), default `D ** -0.5`. Models
             trained with another scale must pass it (the GLM-5 family `256 ** -0.5`). A CUDA tensor is refused: reading
-            it would synchronise.
+            it would synchronise. In a compiled graph with dynamic shapes its value may change without recompiling; but
+            with inductor's CUDA graphs torch fixes Python floats itself, and a tensor stays outside of the CUDA graph.
         d_v: width of V; default 512 at D 512 and 576, otherwise required.
         causal: bound every row by `q_positions` (default `t + S_kv - S`; it may be negative).
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
@@ -142,8 +143,19 @@ def bwd(
     validation.flag("deterministic", deterministic)
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
-    *_, scale, _, causal, config_text, name = arguments
-    options = (q_positions, topk_length, attn_sink, scale, causal, deterministic, dkv_dtype, config_text, name)
+    *_, scale, traced_scale, _, causal, config_text, name = arguments
+    options = (
+        q_positions,
+        topk_length,
+        attn_sink,
+        scale,
+        traced_scale,
+        causal,
+        deterministic,
+        dkv_dtype,
+        config_text,
+        name,
+    )
     with torch.no_grad():
         if dkv is None:
             dq, dkv, d_sink = autograd.bwd_op(q, kv, out, dout, indices, lse, dlse, *options)
@@ -211,7 +223,7 @@ def explain(
         arguments = _forward_arguments(
             q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
         )
-        *tensors, _, width, causal, config_text, name = arguments
+        *tensors, _, _, width, causal, config_text, name = arguments
         q, kv, indices, q_positions, topk_length, attn_sink = tensors
         call = validation.forward(
             q, kv, indices, d_v=width, causal=causal,

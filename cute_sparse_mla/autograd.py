@@ -1,8 +1,9 @@
-"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd` and `::bwd_add`.
+"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd`, `::bwd_add` and `::max_scores`.
 
 Saved for the backward: `q`, `kv`, `indices`, the optional tensors, `out` and `lse`; no copy, nothing of size S*H*K.
 Scalars arrive normalised by `api`; tensors are checked here, on real tensors and on fake ones alike, so a compiled
-graph gets the same errors as an eager call.
+graph gets the same errors as an eager call. The scale is `sm_scale`, or in a traced graph where it may change from call
+to call the 0-dim CPU tensor `traced_scale`; neither is `D ** -0.5`.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ def _check_backward(
 @torch.library.custom_op(f"{_LIB}::fwd", mutates_args=())
 def fwd_op(
     q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
-    attn_sink: Tensor | None, sm_scale: float, d_v: int, causal: bool, config: str, backend: str,
+    attn_sink: Tensor | None, sm_scale: float | None, traced_scale: Tensor | None, d_v: int, causal: bool, config: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)`; see `api.fwd`."""
     call = validation.forward(
         q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
-    return dispatch.forward(call, sm_scale, backend, config)
+    return dispatch.forward(call, validation.scale_of(sm_scale, traced_scale, q.shape[-1]), backend, config)
 
 
 @fwd_op.register_fake
 def _(
     q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
-    attn_sink: Tensor | None, sm_scale: float, d_v: int, causal: bool, config: str, backend: str,
+    attn_sink: Tensor | None, sm_scale: float | None, traced_scale: Tensor | None, d_v: int, causal: bool, config: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     validation.forward(
         q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
@@ -55,22 +58,25 @@ def _(
 @torch.library.custom_op(f"{_LIB}::bwd", mutates_args=())
 def bwd_op(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
-    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
-    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+    sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
+    dkv_dtype: torch.dtype | None, config: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dkv, d_sink)`; `d_sink` has no element without a sink. See `api.bwd`."""
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
-    dq, dkv, d_sink = dispatch.backward(call, sm_scale, deterministic, backend, config)
+    scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
+    dq, dkv, d_sink = dispatch.backward(call, scale, deterministic, backend, config)
     return dq, dkv, _d_sink_output(q, d_sink)
 
 
 @bwd_op.register_fake
 def _(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
-    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
-    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+    sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
+    dkv_dtype: torch.dtype | None, config: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
@@ -81,25 +87,48 @@ def _(
 @torch.library.custom_op(f"{_LIB}::bwd_add", mutates_args=("dkv",))
 def bwd_add_op(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
-    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
-    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+    sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
+    dkv_dtype: torch.dtype | None, config: str, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(dq, d_sink)`; the gradient of kv is added into the fp32 buffer `dkv`. See `api.bwd`."""
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
-    dq, _, d_sink = dispatch.backward(call, sm_scale, deterministic, backend, config)
+    scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
+    dq, _, d_sink = dispatch.backward(call, scale, deterministic, backend, config)
     return dq, _d_sink_output(q, d_sink)
 
 
 @bwd_add_op.register_fake
 def _(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
-    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None, sm_scale: float, causal: bool,
-    deterministic: bool, dkv_dtype: torch.dtype | None, config: str, backend: str,
+    q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
+    sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
+    dkv_dtype: torch.dtype | None, config: str, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_backward(q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink)
     return q.new_empty(q.shape), _fake_d_sink(q, attn_sink)
+
+
+@torch.library.custom_op(f"{_LIB}::max_scores", mutates_args=())
+def max_scores_op(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sm_scale: float | None,
+    traced_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The largest score of each row, fp32 `[..., H]`, -inf for a row without a valid slot; not differentiable."""
+    call = validation.forward(
+        q, kv, indices, d_v=1, causal=False, q_positions=None, topk_length=topk_length, attn_sink=None
+    )
+    return dispatch.max_scores(call, validation.scale_of(sm_scale, traced_scale, q.shape[-1]))
+
+
+@max_scores_op.register_fake
+def _(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sm_scale: float | None,
+    traced_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:
@@ -112,24 +141,30 @@ def _fake_d_sink(q: Tensor, attn_sink: Tensor | None) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, kv, indices, q_positions, topk_length, attn_sink, ctx.sm_scale, _, ctx.causal, ctx.config, ctx.backend = inputs
-    ctx.save_for_backward(q, kv, indices, q_positions, topk_length, attn_sink, *output)
+    *tensors, ctx.sm_scale, traced_scale, _, ctx.causal, ctx.config, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, traced_scale, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    q, kv, indices, q_positions, topk_length, attn_sink, out, lse = ctx.saved_tensors
+def readable_gradient(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of `out` as autograd hands it over, in a layout that `bwd` reads: zeros for `None`."""
     if dout is None:
-        dout = torch.zeros_like(out)
-    elif not validation.rows_readable(dout):
-        # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
-        # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
-        dout = dout.clone(memory_format=torch.contiguous_format)
+        return torch.zeros_like(out)
+    if validation.rows_readable(dout):
+        return dout
+    # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
+    # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
+    return dout.clone(memory_format=torch.contiguous_format)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    q, kv, indices, q_positions, topk_length, attn_sink, traced_scale, out, lse = ctx.saved_tensors
     dq, dkv, d_sink = bwd_op(
-        q, kv, out, dout, indices, lse, dlse, q_positions, topk_length, attn_sink, ctx.sm_scale, ctx.causal,
-        torch.are_deterministic_algorithms_enabled(), None, ctx.config, ctx.backend,
+        q, kv, out, readable_gradient(dout, out), indices, lse, dlse, q_positions, topk_length, attn_sink,
+        ctx.sm_scale, traced_scale, ctx.causal, torch.are_deterministic_algorithms_enabled(), None, ctx.config,
+        ctx.backend,
     )  # fmt: skip
-    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 5
+    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 6
 
 
 fwd_op.register_autograd(_backward, setup_context=_setup_context)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import config as config_table
-from . import env, reference, validation
+from . import env, reference
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
 from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
@@ -171,7 +171,6 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
     under autograd.
     """
     problem = call.problem
-    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
@@ -191,7 +190,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
-    validation.scale_value(sm_scale)
     choice = _choose_for(call, backend, config)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
@@ -204,6 +202,16 @@ def backward(
         else:
             dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
+
+
+def max_scores(call: Call, sm_scale: float) -> Tensor:
+    """The largest score of each row of a checked call, fp32 in the caller's form; always the reference."""
+    with _on_device(call.q.device):
+        largest = reference.max_scores(
+            call.q, call.kv, call.indices, sm_scale=sm_scale, causal=call.problem.causal,
+            q_positions=call.q_positions, topk_length=call.topk_length,
+        )  # fmt: skip
+    return largest.squeeze_(0) if call.problem.packed else largest
 
 
 def warmup(

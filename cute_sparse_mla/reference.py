@@ -255,6 +255,32 @@ def forward(
     return Forward(out, lse, max_abs)
 
 
+def max_scores(
+    q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float, causal: bool = False,
+    q_positions: Tensor | None = None, topk_length: Tensor | None = None, roundings: Roundings | None = None,
+) -> Tensor:  # fmt: skip
+    """The largest `s` over the valid slots of each row, `[B, S, H]` in the compute dtype; -inf for an empty row."""
+    rule = roundings or default(q.dtype)
+    B, S, H, D = q.shape
+    S_kv, G, K = kv.shape[1], kv.shape[2], indices.shape[3]
+    h, item = H // G, rule.compute.itemsize
+    largest = q.new_full((B, S, H), float("-inf"), dtype=rule.compute)
+    if 0 in (B * S, S_kv, K):
+        return largest
+    largest_rows = largest.view(B * S, H)
+    axis = _Tokens(B, S, q.device)
+    selection = _Selection(kv, indices, causal, q_positions, topk_length, rule.compute)
+    for tokens in axis.chunks(min(K, WHOLE_ROW) * (2 * D + h) * item + G * K * VALIDITY_BYTES):
+        chunk, q_chunk = selection.take(axis, tokens), axis.take(q, tokens)
+        for group in range(G):
+            heads = slice(group * h, (group + 1) * h)
+            for slots in _chunks(K, WHOLE_ROW):
+                rows, valid, _ = chunk.rows(group, slots)
+                scores = _masked_scores(q_chunk[:, heads].to(rule.compute), rows, valid, sm_scale)
+                largest_rows[tokens, heads] = torch.maximum(largest_rows[tokens, heads], scores.amax(-1))
+    return largest
+
+
 class _OnlineSoftmax:
     """Running maximum, sum and weighted values of a row over chunks of its slots."""
 

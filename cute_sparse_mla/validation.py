@@ -52,29 +52,71 @@ class BackwardCall(Call):
 # -- scalars and flags, normalised once in the front-end ----------------------------------------------------------
 
 
-def scale(sm_scale: Any, D: int) -> float:
-    """`sm_scale` as a Python float; `None` is `D ** -0.5`. A CUDA tensor is refused: reading it would synchronise."""
-    rule = SCALE_RULE
+def scale(sm_scale: Any) -> tuple[float | None, Tensor | None]:
+    """`sm_scale` for the custom ops: a Python float, or a 0-dim CPU tensor where a traced graph has no value yet.
+
+    `None` stays `None`: the ops fill in `D ** -0.5`. A CUDA tensor is refused: reading it would synchronise.
+    """
     if sm_scale is None:
-        return default_scale(D)
+        return None, None
+    if torch.compiler.is_compiling():
+        return _traced_scale(sm_scale)
     if isinstance(sm_scale, Tensor):
-        if sm_scale.device.type != "cpu":
-            raise ArgumentTypeError("sm_scale", f"{rule}: reading a device tensor would synchronise", sm_scale.device)
-        if sm_scale.dim() != 0 or sm_scale.is_complex() or sm_scale.dtype == torch.bool:
-            raise ArgumentTypeError("sm_scale", rule, f"a tensor of shape {list(sm_scale.shape)}, {sm_scale.dtype}")
-        if sm_scale.requires_grad:
-            raise ArgumentTypeError("sm_scale", f"{rule}; it gets no gradient", "a tensor that requires grad")
+        _scale_tensor(sm_scale)
+        if is_fake(sm_scale):
+            return None, sm_scale
         sm_scale = sm_scale.item()
     if isinstance(sm_scale, bool) or not _is_real(sm_scale):
-        raise ArgumentTypeError("sm_scale", rule, type(sm_scale).__name__)
-    if torch.compiler.is_compiling():
-        # A traced float has no value to look at yet, and float() would fix it; the op looks when it runs.
-        return sm_scale * 1.0
+        raise ArgumentTypeError("sm_scale", SCALE_RULE, type(sm_scale).__name__)
     try:
         value = float(sm_scale)
     except OverflowError:
         value = math.inf
-    return scale_value(value)
+    return scale_value(value), None
+
+
+def _traced_scale(sm_scale: Any) -> tuple[float | None, Tensor | None]:
+    """`scale` inside a traced function, where numbers may be symbols; the op looks at the value when it runs.
+
+    A custom op would fix a symbolic float to its first value and recompile for the next, so the symbol enters as a
+    tensor, by a product that torch can make one with tensors only. A constant stays a constant: a CPU tensor in the
+    graph would keep it out of CUDA graphs.
+    """
+    # Here, because it imports sympy: half a second, which whoever traces has paid already.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if isinstance(sm_scale, bool):
+        raise ArgumentTypeError("sm_scale", SCALE_RULE, "bool")
+    if isinstance(sm_scale, (int, float, torch.SymInt, torch.SymFloat)):
+        # True of constants; of a symbol nothing is known, and nothing is guarded.
+        if not isinstance(sm_scale, torch.SymInt) and statically_known_true(cast(bool, sm_scale >= 0)):
+            return cast(float, sm_scale) * 1.0, None
+        return None, torch.ones((), dtype=torch.float64, device="cpu") * cast(float, sm_scale)
+    if not isinstance(sm_scale, Tensor):
+        if not hasattr(sm_scale, "dtype"):
+            raise ArgumentTypeError("sm_scale", SCALE_RULE, type(sm_scale).__name__)
+        # A numpy scalar, which a traced function sees as a 0-dim array.
+        sm_scale = torch.as_tensor(sm_scale, device="cpu")
+    _scale_tensor(sm_scale)
+    return None, sm_scale
+
+
+def _scale_tensor(sm_scale: Tensor) -> None:
+    if sm_scale.device.type != "cpu":
+        rule = f"{SCALE_RULE}: reading a device tensor would synchronise"
+        raise ArgumentTypeError("sm_scale", rule, sm_scale.device)
+    if sm_scale.dim() != 0 or sm_scale.is_complex() or sm_scale.dtype == torch.bool:
+        raise ArgumentTypeError("sm_scale", SCALE_RULE, f"a tensor of shape {list(sm_scale.shape)}, {sm_scale.dtype}")
+    if sm_scale.requires_grad:
+        raise ArgumentTypeError("sm_scale", f"{SCALE_RULE}; it gets no gradient", "a tensor that requires grad")
+
+
+def scale_of(sm_scale: float | None, traced: Tensor | None, D: int) -> float:
+    """The value of a pair that `scale` gave, checked; `D ** -0.5` for none. Reads no device memory."""
+    if traced is not None:
+        _scale_tensor(traced)
+        return scale_value(float(traced.item()))
+    return default_scale(D) if sm_scale is None else scale_value(sm_scale)
 
 
 def scale_value(value: float) -> float:

@@ -271,13 +271,13 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 def op_arguments(i: Inputs, requires_grad: bool = False) -> tuple:
     q, kv, sink = leaves(i) if requires_grad else (i.q, i.kv, i.attn_sink)
-    return q, kv, i.indices, i.q_positions, i.topk_length, sink, i.sm_scale, i.d_v, i.causal, "{}", ""
+    return q, kv, i.indices, i.q_positions, i.topk_length, sink, i.sm_scale, None, i.d_v, i.causal, "{}", ""
 
 
 def backward_arguments(i: Inputs) -> tuple[tuple, tuple]:
     out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **i.options)
     tensors = (i.q, i.kv, out, i.dout, i.indices, lse, i.dlse)
-    options = (i.q_positions, i.topk_length, i.attn_sink, i.sm_scale, i.causal, False, None, "{}", "")
+    options = (i.q_positions, i.topk_length, i.attn_sink, i.sm_scale, None, i.causal, False, None, "{}", "")
     return tensors, options
 
 
@@ -304,7 +304,7 @@ def test_opcheck(case: Case) -> None:
 def test_fakes_say_what_the_ops_return(case: Case, dkv_dtype: torch.dtype | None) -> None:
     i = case.inputs(seed=17)
     tensors, options = backward_arguments(i)
-    options = (*options[:6], dkv_dtype, *options[7:])
+    options = (*options[:7], dkv_dtype, *options[8:])
 
     def meta(values: tuple) -> tuple:
         return tuple(value.to("meta") if isinstance(value, Tensor) else value for value in values)

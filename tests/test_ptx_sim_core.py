@@ -198,6 +198,8 @@ def test_bad_accesses_name_the_buffer_and_the_line(code: str, words: list) -> No
     "cvt.rn.relu.f16x2.e4m3x2", "cvt.rn.satfinite.f16x2.f32", "cvt.rni.f16.f16", "cvt.rmi.f64.f64", "rcp.rz.f32",
     "sqrt.rp.f32", "setp.gt.f16x2", "set.gt.f16x2.f16x2", "cvt.sat.u32.u64", "cvt.sat.s64.u64", "cvt.rm.f16.f32",
     "cvt.rn.sat.f16.f32", "add.sat.f16x2", "fma.rn.sat.f16x2", "cvt.rp.f32.u64", "cvt.rn.bf16.s32", "cvt.rn.f16.f64",
+    "cvt.rn.satfinite.tf32.f32", "cvt.rs.f16x2.f32", "cp.async.bulk.global.shared::cta.bulk_group.cp_mask",
+    "tcgen05.mma.cta_group::1.kind::f16.ashift",
 ])  # fmt: skip
 def test_forms_that_are_not_modelled_are_refused(form: str) -> None:
     """Their modifiers or roundings would be dropped in silence; none may fall back to a shorter opcode."""

@@ -12,7 +12,9 @@ import pytest
 from .ptx_sim import assembly
 from .ptx_sim.launch import Launch
 from .ptx_sim.machine import Deadlock, Findings
+from .ptx_sim.matrix_operands import decode_umma, decode_wgmma
 from .ptx_sim.memory import SimError
+from .ptx_sim.ops_tcgen05 import Shape
 from .ptx_sim.parser import PtxError
 from .ptx_sim.tensormap import encode
 from .ptx_sim.testing import LANE, aligned, lane_address, launch, ptx, run
@@ -448,3 +450,191 @@ def test_findings_raise_when_asked_to() -> None:
         run(code, {}, strict=True)
     assert caught.value.report.warp_instructions > 0
     run("mov.b32 %r1, 0;", {}, strict=True)
+
+
+# Values that only the text of the PTX ISA fixes -----------------------------------------------------------------------
+
+ONE_LANE = "mov.u32 %r0, %tid.x; setp.ne.u32 %p1, %r0, 0; @%p1 bra END; {} END:"
+
+NAN64, NAN32 = 0x7FF8000000000000, 0x7FC00000
+VALUES = {
+    "mov.b16 %h1, 1; mov.b32 %r5, 65536; shl.b16 %h2, %h1, %r5; cvt.u32.u16 %r6, %h2;": 0,
+    "mov.b16 %h1, 0x8000; mov.b32 %r5, 65537; shr.s16 %h2, %h1, %r5; cvt.u32.u16 %r6, %h2;": 0xFFFF,
+    f"mov.b32 %r5, {NAN32}; cvt.rzi.s64.f32 %d5, %r5; shr.u64 %d5, %d5, 32; cvt.u32.u64 %r6, %d5;": 1 << 31,
+    f"mov.b64 %d5, {NAN64}; cvt.rzi.u32.f64 %r6, %d5;": 1 << 31,
+    f"mov.b64 %d5, {NAN64}; cvt.rzi.s16.f64 %h2, %d5; cvt.u32.u16 %r6, %h2;": 1 << 15,
+    f"mov.b32 %r5, {NAN32}; cvt.rzi.s32.f32 %r6, %r5;": 0,
+    "mov.b32 %r5, 1; setp.ne.u32 %p2, %r5, 1; set.lt.and.u32.s32 %r6, %r5, 2, %p2;": 0,
+    "mov.b32 %r5, 1; setp.ne.u32 %p2, %r5, 1; set.lt.xor.u32.s32 %r6, %r5, 2, %p2;": 0xFFFFFFFF,
+    "setp.ne.u32 %p2, 1, 1; selp.f32 %r6, 1.0, 2.0, %p2;": 0x40000000,
+    "st.global.v2.f32 [%d0+8], {1.0, 2.0}; ld.global.b32 %r6, [%d0+12];": 0x40000000,
+    "mov.u32 %r6, 010;": 8,
+    "mov.u32 %r6, 0b1010;": 10,
+    "mov.u32 %r6, WARP_SZ;": 32,
+}
+
+
+@pytest.mark.parametrize("code", VALUES)
+def test_corner_cases_of_the_isa(code: str) -> None:
+    arrays = words()
+    run(code + " st.global.b32 [%d0], %r6;", arrays)
+    assert arrays["rows"][0] == VALUES[code]
+
+
+def test_counting_reductions_and_barriers_of_diverged_lanes() -> None:
+    rows = aligned(4, np.uint32)
+    fill = "mov.u32 %r1, smem; mov.u32 %r2, 7; st.shared.v4.b32 [%r1], {%r2, %r2, %r2, %r2};"
+    for name, expected in (("inc", [1, 6, 0, 0]), ("dec", [7, 4, 7, 6])):
+        rows[:] = 0, 5, 9, 7
+        copy = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{name}.u32 [%d0], [%r1], 16;"
+        run(ONE_LANE.format(fill + copy), {"rows": rows})
+        assert rows.tolist() == expected
+    code = """setp.lt.u32 %p1, %r0, 16; @%p1 bra LOW; barrier.red.popc.u32 %r5, 0, %p1; bra OUT;
+LOW: barrier.red.popc.u32 %r5, 0, %p1; OUT: add.s64 %d5, %d0, %d100; st.global.b32 [%d5], %r5;"""
+    arrays = words()
+    run(LANE + code, arrays)
+    assert (arrays["rows"][:32] == 16).all()
+
+
+# Misuse that hardware answers with an exception, a hang or wrong data -------------------------------------------------
+
+MISUSE = [
+    ("ld.global.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%d0+16];", "access of 32 bytes misaligned: .*rows"),
+    ("st.global.v4.b64 [%d0+16], {%d1, %d1, %d1, %d1};", "access of 32 bytes misaligned"),
+    ("mov.b32 %r5, 12; cp.async.ca.shared.global [%r1], [%d0], 8, %r5;", "8 bytes with a source size of 12"),
+    ("mov.b32 %r5, 4; cp.async.ca.shared.global [%r1+4], [%d0], 8, %r5;", "shared store of 8 bytes misaligned"),
+    ("mov.b32 %r5, 4; cp.async.ca.shared.global [%r1], [%d0+4], 8, %r5;", "access of 8 bytes misaligned: .*rows"),
+    ("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 2097152;", "the transaction count exceeds 1048575 bytes"),
+    ("mov.b32 %r5, 0; mbarrier.arrive.shared.b64 %d5, [%r2], %r5;", "a count of 0"),
+    ("mbarrier.arrive.noComplete.shared.b64 %d5, [%r2], 1;", "noComplete arrival that completes"),
+    ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32;", ".sync.aligned instruction executed by lane 0 only"),
+    ("mov.b32 %r5, 0; barrier.sync 1, %r5;", "thread count 0"),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), MISUSE)
+def test_misuse_is_an_error_with_its_line(code: str, message: str) -> None:
+    start = "mov.u32 %r1, smem; add.u32 %r2, %r1, 2048; mbarrier.init.shared.b64 [%r2], 1;"
+    with pytest.raises(SimError, match=rf"{message}(.|\n)*PTX line \d+"):
+        run(ONE_LANE.format(start + code), words())
+
+
+def test_operands_of_one_mbarrier_that_differ_between_lanes() -> None:
+    start = "mov.u32 %r1, smem;" + ONE_LANE.format("mbarrier.init.shared.b64 [%r1], 528;") + " bar.warp.sync -1;"
+    wait = "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra W;"
+    run(start + "add.u32 %r5, %r0, 1; mbarrier.arrive.shared.b64 %d5, [%r1], %r5;" + wait, {})
+    one = "mov.u32 %r1, smem; mov.u32 %r0, %tid.x; add.u32 %r5, %r0, 1; mbarrier.init.shared.b64 [%r1], %r5;"
+    with pytest.raises(SimError, match="different counts"):
+        run(one, {})
+    with pytest.raises(SimError, match="different barriers"):
+        run("mov.u32 %r0, %tid.x; and.b32 %r5, %r0, 1; barrier.sync %r5, 32;", {})
+
+
+def test_bytes_that_never_came_are_reported() -> None:
+    code = "mov.u32 %r1, smem; mbarrier.init.shared.b64 [%r1], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 64;"
+    report = run(ONE_LANE.format(code), {})
+    assert any("bytes pending at the exit" in f and "64 bytes" in f for f in report.findings)
+
+
+REMOTE = """mov.u32 %r0, %tid.x; mov.u32 %r1, smem; mov.u32 %r9, %cluster_ctarank; st.shared.b32 [%r1], %r0;
+barrier.cluster.arrive; barrier.cluster.wait; mapa.shared::cluster.u32 %r5, %r1, 0; """
+LATE = "setp.eq.u32 %p2, %r9, 0; @%p2 bra END; L: add.u32 %r8, %r8, 1; setp.lt.u32 %p3, %r8, 3000; @%p3 bra L; "
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ld.shared::cluster.b32 %r6, [%r5];",
+        "st.shared::cluster.b32 [%r5], %r0;",
+        "red.shared::cluster.add.u32 [%r5], %r0;",
+        "mbarrier.arrive.shared::cluster.b64 _, [%r5+8];",
+    ],
+)
+def test_memory_of_a_cta_that_has_ended(code: str) -> None:
+    barrier = "@%p9 bra READY; mbarrier.init.shared.b64 [%r1+8], 99; READY: "
+    start = "mov.u32 %r1, smem; mov.u32 %r8, %tid.x; setp.ne.u32 %p9, %r8, 0;" + barrier + REMOTE
+    report = run(start + "mov.b32 %r8, 0; " + LATE + code + " END:", {}, grid=2, cluster=2)
+    assert any("of a CTA that has exited" in f for f in report.findings)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r5];",
+        "and.b32 %r6, %r0, 1; mapa.shared::cluster.u32 %r5, %r1, %r6; ld.shared.b32 %r6, [%r5];",
+    ],
+)
+def test_shared_cta_accesses_stay_in_their_cta(code: str) -> None:
+    with pytest.raises(SimError, match="through shared::cta of another CTA's memory"):
+        run(REMOTE + code, {}, grid=2, cluster=2)
+
+
+def test_shared_cta_addresses_are_those_of_the_own_cta() -> None:
+    arrays = words()
+    code = """cvt.u64.u32 %d6, %r5; cvta.shared::cluster.u64 %d5, %d6; isspacep.shared::cta %p3, %d5;
+isspacep.shared::cluster %p4, %d5; selp.b32 %r6, 1, 2, %p3; selp.b32 %r6, %r6, 3, %p4; mul.wide.u32 %d7, %r9, 4;
+add.s64 %d7, %d7, %d0; st.global.b32 [%d7], %r6;"""
+    run(REMOTE + code, arrays, grid=2, cluster=2)
+    assert arrays["rows"][:2].tolist() == [1, 2]
+
+
+def test_register_budgets() -> None:
+    role = (
+        "mov.u32 %r0, %tid.x; setp.lt.u32 %p1, %r0, 128; @%p1 bra LOW; setmaxnreg.inc.sync.aligned.u32 240; bra END; "
+    )
+    run(role + "LOW: setmaxnreg.dec.sync.aligned.u32 24; END:", {}, block=384)
+    with pytest.raises(Deadlock, match=r"registers of CTA \(0, 0, 0\): 64512 in all"):
+        run(role + "LOW: setmaxnreg.dec.sync.aligned.u32 64; bar.sync 1, 384; END: bar.sync 1, 384;", {}, block=384)
+    report = run(role.replace("128", "96") + "LOW: END:", {}, block=128)
+    assert any("part of a warpgroup" in f for f in report.findings)
+    with pytest.raises(SimError, match=r"setmaxnreg executed by lanes 16-31 only"):
+        run(role.replace("128", "16") + "LOW: END:", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"address": 2}, "multiples of 16"),
+        ({"box": (4, 8), "swizzle": 0}, "box rows of 8 bytes must be multiples of 16"),
+        ({"flags": 1 << 11}, "interleave 1"),
+        ({"flags": 4 << 13}, "swizzle 4"),
+    ],
+)
+def test_malformed_tensor_maps(changes: dict, message: str) -> None:
+    fields = {"element": "bf16", "dims": (64, 32), "strides": (128,), "box": (64, 8), "swizzle": 0}
+    flags = changes.pop("flags", 0)
+    array = aligned(2048, np.uint16)
+    data = bytearray(encode(array.ctypes.data + changes.pop("address", 0), **(fields | changes)))
+    data[9] |= flags >> 8
+    tmap = aligned(128, np.uint8)
+    tmap[:] = np.frombuffer(bytes(data), np.uint8)
+    code = """mov.u32 %r1, smem; mov.b32 %r5, 0; cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group
+ [%d0, {%r5, %r5}], [%r1];"""
+    with pytest.raises(SimError, match=rf"{message}(.|\n)*PTX line \d+"):
+        run(ONE_LANE.format(code), {"map": tmap, "array": array})
+    with pytest.raises(SimError, match="strides are multiples of 16"):
+        encode(array.ctypes.data, **(fields | {"strides": (136,)}))
+
+
+@pytest.mark.parametrize("bit", [3, 5, 6, 23, 29, 30])
+def test_reserved_bits_of_instruction_descriptors(bit: int) -> None:
+    Shape(1 << 4 | 8 << 17 | 8 << 24)
+    with pytest.raises(SimError, match="reserved bit"):
+        Shape(1 << 4 | 8 << 17 | 8 << 24 | 1 << bit)
+    for decode, version in ((decode_umma, 1 << 46), (decode_wgmma, 0)):
+        with pytest.raises(SimError, match="base offset 2"):
+            decode(version | 2 << 49)
+
+
+def test_tensor_memory_is_given_back_as_it_was_taken() -> None:
+    take = """mov.u32 %r1, smem; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;
+ld.shared.b32 %r4, [%r1];
+"""
+    free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r4, "
+    run(take + free + "64;", {})
+    with pytest.raises(SimError, match="the allocation there has 64"):
+        run(take + free + "32;", {})
+    with pytest.raises(SimError, match="no allocation starts there"):
+        run(take + "add.u32 %r4, %r4, 32;" + free + "32;", {})
+    with pytest.raises(Deadlock, match="448 columns are free"):
+        run(take + "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;", {})

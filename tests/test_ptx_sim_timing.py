@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from .ptx_sim import counters, foreign_dsa, predict, predicted, rates, timeline
+from .ptx_sim import capture_cute, counters, foreign_dsa, predict, predicted, predicted_sm100, rates, timeline
 from .ptx_sim.costs import removable
 from .ptx_sim.launch import Launch
 from .ptx_sim.parser import parse
@@ -25,6 +25,8 @@ if REASON is None:
     # Chooses the runtime library, so it must happen before any test imports cutlass.
     foreign_dsa.capture_cute.prepare()
 needs_wheel = pytest.mark.skipif(REASON is not None, reason=f"foreign kernels: {REASON}")
+NO_SM100 = capture_cute.available()
+needs_sm100 = pytest.mark.skipif(NO_SM100 is not None, reason=f"SM100 simulator: {NO_SM100}")
 
 PRODUCER_CONSUMER = """mov.u32 %r0, %tid.x;
 mov.f32 %r2, 0f3F800000;
@@ -271,3 +273,25 @@ def test_predicted_times_beside_known_ones() -> None:
     bounds = {"GB200": 0.15, "H200": 0.2}
     assert not [predicted.describe(row) for row in found if abs(row["ratio"] - 1) > bounds[row["chip"]]]
     assert {predicted.key(vars(row)) for row in predicted.stated()} <= {predicted.key(row) for row in found}
+
+
+def test_predicted_forward_of_sm100() -> None:
+    """The committed rows: every shape and token count, never behind the wheel's kernels or others' 128-row tiles."""
+    found = predicted_sm100.committed()
+    names = [(row["layer"], row["heads"], row["D"], row["K"], row["sink"], row["tokens"]) for row in found]
+    assert names == [(*vars(s).values(), tokens) for s in predicted_sm100.SHAPES for tokens in predicted_sm100.TOKENS]
+    assert {row["label"] for row in found} == {"predicted"}
+    assert all(len(row["ptx_sha256"]) == 64 for row in found)
+    assert all(row["wheel"]["ratio"] <= 1.0 for row in found if row["wheel"])
+    others = [item for row in found for item in row["published"] if item["source"] == predicted_sm100.PUBLISHED_OTHERS]
+    assert len(others) == 9 and all(item["ratio"] < 1.0 for item in others)
+
+
+@needs_sm100
+def test_a_tile_of_the_sm100_forward() -> None:
+    """A tile of one block takes its matrix and gather time at least, and its warps' chain of one block at most."""
+    shape = predicted_sm100.Shape("small", 64, 512, 64)
+    found = predicted_sm100.clocks(shape, predicted_sm100.footprint(shape, 4096))
+    assert (found.ctas, found.ctas_per_sm, found.waves) == (148, 1, 1)
+    matrix = 2 * 64 * 64 * 1024 / rates.GB200["matrix"]
+    assert max(matrix, 64 * 1024 / 64) < found.step_clocks < found.fixed_clocks

@@ -36,11 +36,16 @@ def shared_index(
     if rank == high >> RANK_SHIFT:
         if (high & OFFSET_MASK) + size > shared.size or rank >= shared.ranks:
             raise SimError(f"{what} of {size} bytes out of range: {shared.describe(high)}")
-        if rank != split.cta.rank and not cluster:
-            raise SimError(f"{what} through shared::cta of another CTA's memory: {shared.describe(high)}")
+        if rank != split.cta.rank:
+            if not cluster:
+                raise SimError(f"{what} through shared::cta of another CTA's memory: {shared.describe(high)}")
+            must_live(split, high, store_at)
     else:
         for item in address.tolist():
             shared.check(item, size, what)
+            must_live(split, item, store_at)
+            if not cluster and item >> RANK_SHIFT != split.cta.rank:
+                raise SimError(f"{what} through shared::cta of another CTA's memory: {shared.describe(item)}")
     if int(np.bitwise_or.reduce(address)) & (size - 1):
         bad = next(a for a in address.tolist() if a & (size - 1))
         raise SimError(f"{what} of {size} bytes misaligned: {shared.describe(bad)}")
@@ -52,6 +57,27 @@ def shared_index(
             for at in hit:
                 _over_barrier(split, store_at, at)
     return address >> address.dtype.type(SHIFTS[size])
+
+
+def must_live(split: Split, address: int, index: int | None = None) -> None:
+    """Shared memory of a CTA that has ended is out of reach; work still under way when a whole cluster ends is not."""
+    cluster = split.cta.cluster
+    rank = address >> RANK_SHIFT
+    if rank in cluster.shared.exited and rank != split.cta.rank and cluster.live:
+        split.machine.finding(
+            f"access to shared memory of a CTA that has exited: {cluster.shared.describe(address)} by "
+            f"{split.warp.name}; a cluster barrier before the exit is missing",
+            index,
+        )
+
+
+def must_align(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size: int, space: str) -> None:
+    """Accesses that are done in pieces: the whole is aligned to its size all the same."""
+    bad = mask & (address & address.dtype.type(size - 1) != 0)
+    if bad.any():
+        where = int(address[int(bad.argmax())])
+        space = space if space != "generic" else "global"
+        raise SimError(f"{space} access of {size} bytes misaligned: {describe(split, space, where)}, {lanes_text(bad)}")
 
 
 def _over_barrier(split: Split, index: int, address: int) -> None:
@@ -292,6 +318,8 @@ def _cells(split: Split, mask: np.ndarray, index: int, address: np.ndarray, size
     else:
         shared = split.cta.cluster.shared
         cells = [shared.bytes_at(item, size) for item in safe.tolist()]
+        for item in set(safe.tolist()):
+            must_live(split, item, index)
         for item in set(safe.tolist()):
             must_be_written(split, index, item, size, "atomic")
             wrote(split, index, item, size)

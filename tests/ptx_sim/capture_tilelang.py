@@ -199,8 +199,8 @@ class Recorder:
         dims = tuple((ctypes.c_uint64 * rank).from_address(a[4]))
         strides = tuple((ctypes.c_uint64 * (rank - 1)).from_address(a[5])) if rank > 1 else ()
         box = tuple((ctypes.c_uint32 * rank).from_address(a[6]))
-        if any(s != 1 for s in (ctypes.c_uint32 * rank).from_address(a[7])) or a[8] & 0xFFFFFFFF:
-            raise NotImplementedError("tensor map with element strides or interleaving")
+        if any(s != 1 for s in (ctypes.c_uint32 * rank).from_address(a[7])) or (a[8] | a[11]) & 0xFFFFFFFF:
+            raise NotImplementedError("tensor map with element strides, interleaving or NaN fill")
         data = tensormap.encode(a[3], _TYPES[a[1] & 0xFFFFFFFF], dims, strides, box, _SWIZZLES[a[9] & 0xFFFFFFFF])
         ctypes.memmove(a[0], data, 128)
 

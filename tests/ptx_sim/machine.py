@@ -17,12 +17,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import progress
 from .memory import POISON, RANK_SHIFT, SHARED_RESERVED, SHARED_WINDOW, GlobalMemory, SharedMemory, SimError
 from .parser import PtxError
+
+if TYPE_CHECKING:
+    from .ops_control import Registers
 
 FULL = np.ones(32, bool)
 FULL.flags.writeable = False
@@ -328,6 +332,19 @@ class ClusterBarrier(Waitable):
         return f"cluster barrier phase {self.phase + 1}; not arrived: {', '.join(late)}"
 
 
+class TensorMemory(Waitable):
+    """What tcgen05.alloc waits for: columns that a CTA gives back."""
+
+    __slots__ = ("cta",)
+
+    def __init__(self, cta: Cta) -> None:
+        super().__init__()
+        self.cta = cta
+
+    def describe(self) -> str:
+        return f"tensor memory of CTA {self.cta.ctaid}: {int((self.cta.tmem_owner == 0).sum())} columns are free"
+
+
 class Cta:
     """One thread block with its named barriers and tensor memory."""
 
@@ -343,8 +360,12 @@ class Cta:
         # Tensor memory, indexed [column, lane] so that one register's 32 lanes are contiguous.
         self.tmem = np.full((512, 128), POISON, np.uint32)
         self.tmem_owner = np.zeros(512, np.int32)
+        # First column -> columns of each allocation.
+        self.tmem_sizes: dict[int, int] = {}
         self.tmem_permit = True
-        self.tmem_wait = Waitable()
+        self.tmem_wait = TensorMemory(self)
+        # Made by the first setmaxnreg (ops_control.Registers).
+        self.registers: Registers | None = None
 
     def barrier(self, index: int) -> NamedBarrier:
         found = self.barriers.get(index)
@@ -362,7 +383,12 @@ class Cta:
             barrier.release_if_complete(self)
         if self.live_warps == 0 and self.tmem_owner.any():
             self.machine.finding("tensor memory not deallocated at exit", None)
+        if self.registers is not None:
+            self.machine.wake(self.registers)
         if self.live_warps == 0:
+            self.cluster.shared.exited.add(self.rank)
+            if self.registers is not None:
+                self.registers.check()
             for barrier in self.barriers.values():
                 if barrier.arrived:
                     self.machine.finding(
@@ -462,7 +488,11 @@ class Machine:
         self._slice_mark = -1
         self.slices = 0
         self.ticks = 0
-        self.params = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8).copy()
+        # Kernel parameters hold tensor maps, which are aligned to 64 bytes.
+        data = np.frombuffer(launch.params + bytes(16 + -len(launch.params) % 16), np.uint8)
+        room = np.empty(len(data) + 128, np.uint8)
+        self.params = room[-room.ctypes.data % 128 :][: len(data)]
+        self.params[:] = data
         memory.add_array("kernel parameters", self.params)
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
@@ -543,6 +573,9 @@ class Machine:
         if self.policy is not None:
             # Work that nobody waited for still completes before the memory is given back.
             self.policy.flush()
+        for barrier in cluster.mbarriers.values():
+            if barrier.tx:
+                self.finding(f"bytes pending at the exit of the cluster: {barrier.describe()}", None, barrier.address)
         if self.observer is not None:
             self.observer.cluster_end(cluster)
         self.running.remove(cluster)

@@ -42,6 +42,8 @@ def decode_umma(value: int) -> Descriptor:
         raise SimError(f"matrix descriptor 0x{value:016x}: layout type {layout} is not modelled")
     if value >> 46 & 7 != 1:
         raise SimError(f"matrix descriptor 0x{value:016x}: version bits are {value >> 46 & 7}, SM100 wants 1")
+    if value >> 49 & 7:
+        raise SimError(f"matrix descriptor 0x{value:016x}: base offset {value >> 49 & 7} is not modelled")
     if value >> 52 & 1:
         raise SimError(f"matrix descriptor 0x{value:016x}: absolute leading-dimension mode is not modelled")
     return Descriptor((value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, spans[layout])
@@ -50,6 +52,8 @@ def decode_umma(value: int) -> Descriptor:
 def decode_wgmma(value: int) -> Descriptor:
     """SM90: start/16 [13:0], LBO/16 [29:16], SBO/16 [45:32], base offset [51:49], swizzle [63:62]."""
     spans = {0: 0, 1: 128, 2: 64, 3: 32}
+    if value >> 49 & 7:
+        raise SimError(f"matrix descriptor 0x{value:016x}: base offset {value >> 49 & 7} is not modelled")
     return Descriptor(
         (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, spans[value >> 62 & 3]
     )

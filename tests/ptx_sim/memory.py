@@ -143,10 +143,13 @@ class SharedMemory:
         self.variables: list[tuple[int, int, str]] = []
         # Live mbarriers by address, and the offsets [low, high) that they span in any CTA.
         self.barriers: dict = {}
+        # Ranks of CTAs that have ended: their shared memory is gone for the others.
+        self.exited: set[int] = set()
         self.poison()
 
     def poison(self) -> None:
         self.barriers = {}
+        self.exited = set()
         self.barrier_span = (1 << RANK_SHIFT, 0)
         self.odd = False
         for rank in range(self.ranks):

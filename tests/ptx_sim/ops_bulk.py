@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import tensormap
-from .access import describe, must_be_written, shared_of, wrote
+from .access import describe, must_be_written, must_live, shared_of, wrote
 from .machine import AsyncOp, Split
 from .memory import OFFSET_MASK, RANK_SHIFT, SimError
 from .ops_float import float_to_half, half_to_float
@@ -21,8 +21,8 @@ REDUCTIONS = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "inc": None,
-    "dec": None,
+    "inc": lambda old, most: np.where(old >= most, old.dtype.type(0), old + old.dtype.type(1)),
+    "dec": lambda old, most: np.where((old == 0) | (old > most), most, old - old.dtype.type(1)),
 }
 
 
@@ -36,6 +36,8 @@ def _shared(address: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> None:
     """target = target op data, both byte arrays of elements of `kind`."""
+    if kind == "tf32" or (kind in ("f16", "bf16", "f32", "f64") and name not in ("add", "min", "max")):
+        raise SimError(f"there is no {name} reduction of {kind} elements")
     if kind in ("f16", "bf16"):
         a, b = (half_to_float(x.view(np.uint16).copy(), kind) for x in (target, data))
         both = {"add": np.add, "min": np.fmin, "max": np.fmax}[name](a, b)
@@ -49,6 +51,8 @@ def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> N
 
 def observe(split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:
     """A copy engine touches a contiguous range: keep the marks of shared memory and tell the observer."""
+    if space == "shared":
+        must_live(split, address, index)
     if space == "shared" and kind != "read":
         split.cta.cluster.shared.check(address, size, kind)
         wrote(split, index, address, size)
@@ -95,6 +99,8 @@ def bulk_load(
         count, where, origin, bar = int(size[lane]), int(target[lane]), int(source[lane]), int(barrier[lane])
         _check_bulk(split, count, ("shared", where), ("shared" if from_shared else "global", origin))
         ranks = None if cta_mask is None else [r for r in range(16) if int(cta_mask[lane]) >> r & 1]
+        if ranks is None and where >> RANK_SHIFT != bar >> RANK_SHIFT:
+            raise SimError("bulk copy to one CTA that signals an mbarrier of another")
 
         def run(
             count: int = count, where: int = where, origin: int = origin, bar: int = bar, ranks: list | None = ranks
@@ -224,7 +230,9 @@ def bulk_wait(emit: Emit, instr: Instr) -> None:
 
 
 def read_map(split: Split, index: int, address: int) -> tensormap.TensorMap:
-    """Decode the descriptor at a generic address; a descriptor is 64-byte aligned."""
+    """Decode the descriptor at a generic address."""
+    if address % 64:
+        raise SimError(f"tensor map misaligned, to 64 bytes: {split.machine.memory.describe(address)}")
     if split.machine.observer is not None:
         split.machine.observer.tensor_map(split, index, address)
     data = split.machine.memory.bytes_at(address, 128).tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import ALL_BYTES, FULL, LANES, NamedBarrier, Split, lanes_text
+from .machine import ALL_BYTES, FULL, LANES, Cta, NamedBarrier, Split, Waitable, lanes_text
 from .memory import SimError
 from .parser import Imm, Instr, Pair, PtxError, Sink
 from .progress import gather
@@ -75,9 +75,9 @@ def _trap(split: Split) -> None:
     raise SimError("trap executed")
 
 
-@op("setmaxnreg", "nop", "warpsync_hint")
+@op("nop", "warpsync_hint")
 def no_effect(emit: Emit, instr: Instr) -> None:
-    """Register budgets do not change results."""
+    """Nothing that changes results."""
 
 
 def _griddepcontrol(split: Split, mask: np.ndarray, index: int, action: str) -> None:
@@ -89,6 +89,67 @@ def _griddepcontrol(split: Split, mask: np.ndarray, index: int, action: str) -> 
 @op("griddepcontrol")
 def griddepcontrol(emit: Emit, instr: Instr) -> None:
     emit.call(_griddepcontrol, repr(instr.parts[1]))
+
+
+# Register budgets -----------------------------------------------------------------------------------------------------
+
+REGISTER_FILE = 65536
+
+
+class Registers(Waitable):
+    """The registers of a CTA (PTX ISA 9.7.19.5, setmaxnreg): an increase waits until others have given theirs back.
+
+    What a kernel starts with is the assembler's choice; here it is the most that its launch allows, so that only
+    budgets which can never fit are reported.
+    """
+
+    def __init__(self, cta: Cta, most: int) -> None:
+        super().__init__()
+        each = min(REGISTER_FILE // (32 * len(cta.warps)) // 8 * 8, most)
+        self.cta = cta
+        self.pool = 32 * each * len(cta.warps)
+        self.held = [each] * len(cta.warps)
+        # Per warp: the budgets that it has set, which the four warps of a warpgroup must share.
+        self.history: list[list[int]] = [[] for _ in cta.warps]
+
+    def check(self) -> None:
+        """At the end of a CTA: every warp of a warpgroup has executed the same setmaxnreg instructions."""
+        for first in range(0, len(self.history), 4):
+            group = self.history[first : first + 4]
+            if any(history != group[0] for history in group):
+                self.cta.machine.finding(
+                    f"setmaxnreg by part of a warpgroup: warps {first} to {first + len(group) - 1} set {group}", None
+                )
+
+    def used(self) -> int:
+        return sum(32 * held for held, warp in zip(self.held, self.cta.warps, strict=True) if warp.live.any())
+
+    def describe(self) -> str:
+        held = ", ".join(f"warp {w} {n}" for w, n in enumerate(self.held))
+        return f"registers of CTA {self.cta.ctaid}: {self.pool} in all; held per thread: {held}"
+
+
+def _set_registers(split: Split, mask: np.ndarray, index: int, count: int, increase: bool) -> bool:
+    cta, warp = split.cta, split.warp
+    if mask.tobytes() != warp.live.tobytes():
+        raise SimError(f"setmaxnreg executed by {lanes_text(mask)} only")
+    if not 24 <= count <= 256 or count % 8:
+        raise SimError(f"setmaxnreg to {count}: a multiple of 8 from 24 to 256")
+    if cta.registers is None:
+        cta.registers = Registers(cta, split.machine.program.kernel.attributes.get("maxnreg", [256])[0])
+    registers = cta.registers
+    if increase and registers.used() + 32 * (count - registers.held[warp.index]) > registers.pool:
+        return split.park(registers, f"(setmaxnreg to {count})")
+    registers.held[warp.index] = count
+    registers.history[warp.index].append(count)
+    if not increase:
+        split.machine.wake(registers)
+    return False
+
+
+@op("setmaxnreg", blocking=True)
+def setmaxnreg(emit: Emit, instr: Instr) -> None:
+    emit.blocking(_set_registers, str(instr.operands[0].value), str(instr.has("inc")))
 
 
 def _nanosleep(split: Split, mask: np.ndarray, index: int) -> None:
@@ -139,6 +200,8 @@ def barrier_sync(
     if not mask.any():
         return False
     lane = int(mask.argmax())
+    if (number[mask] != number[lane]).any() or (count is not None and (count[mask] != count[lane]).any()):
+        raise SimError("lanes that run together name different barriers or thread counts: not modelled")
     if int(number[lane]) >= NAMED_BARRIERS:
         raise SimError(f"named barrier {int(number[lane])}: a CTA has barriers 0 to {NAMED_BARRIERS - 1}")
     barrier: NamedBarrier = split.cta.barrier(int(number[lane]))
@@ -150,8 +213,8 @@ def barrier_sync(
     # the warp also for its exited lanes.
     threads = 32 if together else int(mask.sum())
     wanted = 0 if count is None else int(count[lane])
-    if wanted % 32:
-        raise SimError(f"barrier {barrier.index}: thread count {wanted} is no multiple of the warp size")
+    if wanted % 32 or (count is not None and not wanted):
+        raise SimError(f"barrier {barrier.index}: thread count {wanted} is no multiple of the warp size above 0")
     positive = 0 if votes is None else int((votes & mask).sum())
     observer = split.machine.observer
     if observer is not None:
@@ -199,8 +262,11 @@ def bar_red(emit: Emit, instr: Instr) -> None:
         count = emit.src(rest.pop(0), "u32")
     votes = emit.temp(emit.src(rest[0], "pred"))
     name = emit.src(number, "u32")
-    emit.blocking(barrier_sync, name, count, "True", "True", votes)
-    result = emit.temp(f"S.cta.barrier(int({name}[0])).result")
+    aligned = instr.base == "bar" or instr.has("aligned")
+    if not aligned and instr.guard is not None:
+        raise PtxError(f"{instr.op} with a guard is not modelled")
+    emit.blocking(barrier_sync, name, count, str(aligned), "True", votes)
+    result = emit.temp(f"S.cta.barrier(int({name}[{emit.mask}][0])).result")
     if instr.has("popc"):
         emit.put(target, "u32", f"np_u32({result}[0])")
     elif instr.has("and"):

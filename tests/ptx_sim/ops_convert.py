@@ -15,13 +15,17 @@ _E4M3_MAX, _E5M2_MAX = 448.0, 57344.0
 
 
 def _to_integer(x: np.ndarray, rounding: str, target: str) -> np.ndarray:
-    """Float to integer saturates, NaN becomes 0 (PTX ISA 9.7.9.21)."""
+    """Float to integer saturates; NaN becomes 0, or the top bit alone where either side has 64 bits (9.7.9.21)."""
     dtype = np.dtype(f"{'u' if target[0] == 'u' else 'i'}{int(target[1:]) // 8}")
     info = np.iinfo(dtype)
     y = _ROUND[rounding](x.astype(np.float64))
     low, high = y <= info.min, y >= info.max
     safe = np.where(np.isnan(y) | low | high, 0, y).astype(np.int64 if target != "u64" else np.uint64).astype(dtype)
-    return np.where(high, info.max, np.where(low, info.min, safe)).astype(dtype)
+    out = np.where(high, info.max, np.where(low, info.min, safe)).astype(dtype)
+    if 8 in (x.dtype.itemsize, dtype.itemsize):
+        top = np.array(1 << (8 * dtype.itemsize - 1), f"u{dtype.itemsize}").view(dtype)
+        return np.where(np.isnan(x), top, out)
+    return out
 
 
 def _float_to_f32(split: object, mask: object, index: int, x: np.ndarray, mode: str) -> np.ndarray:
@@ -284,12 +288,16 @@ def cvta(emit: Emit, instr: Instr) -> None:
 
 @op("isspacep")
 def isspacep(emit: Emit, instr: Instr) -> None:
-    from .memory import LOCAL_WINDOW, SHARED_WINDOW
+    from .memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW
 
     d, a = instr.operands
     address = emit.src(a, "u64")
     space = instr.parts[1]
-    if space.startswith("shared"):
+    if space in ("shared", "shared::cta"):
+        emit.put(
+            d, "pred", f"({address} >> np_u64({RANK_SHIFT})) == np_u64(({SHARED_WINDOW} + S.cta.base) >> {RANK_SHIFT})"
+        )
+    elif space.startswith("shared"):
         emit.put(d, "pred", f"({address} >= np_u64({SHARED_WINDOW})) & ({address} < np_u64({LOCAL_WINDOW}))")
     elif space == "local":
         emit.put(d, "pred", f"{address} >= np_u64({LOCAL_WINDOW})")

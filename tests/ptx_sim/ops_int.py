@@ -170,6 +170,8 @@ def shift(emit: Emit, instr: Instr) -> None:
     destination, a, b = instr.operands
     view = VIEWS[kind]
     amount = emit.src(b, "u32")
+    if view in ("u16", "s16"):
+        amount = emit.temp(f"np_minimum({amount}, np_u32(16))")
     if view != "u32":
         amount = emit.temp(f"{amount}.astype(np_{view})")
     function = "np_left_shift" if instr.base == "shl" else "np_right_shift"
@@ -386,6 +388,11 @@ def _compare(emit: Emit, instr: Instr, a: str, b: str, relation: str, kind: str)
     return f"np_{COMPARE[relation]}({a}, {b})"
 
 
+def _combination(instr: Instr) -> str | None:
+    """The operator that combines the comparison with a predicate operand, if there is one."""
+    return next((s for p, s in (("and", "&"), ("or", "|"), ("xor", "^")) if p in instr.parts[2:]), None)
+
+
 @op("setp")
 def setp(emit: Emit, instr: Instr) -> None:
     kind = instr.type
@@ -394,9 +401,9 @@ def setp(emit: Emit, instr: Instr) -> None:
     a = flushed_source(emit, instr, instr.operands[1], signless)
     b = flushed_source(emit, instr, instr.operands[2], signless)
     target = instr.operands[0]
-    combine = next((p for p in instr.parts[2:] if p in ("and", "or", "xor")), None)
+    sign = _combination(instr)
     if (
-        combine is None
+        sign is None
         and not isinstance(target, Pair)
         and relation in COMPARE
         and not (kind in _FLOATS and relation == "ne")
@@ -405,11 +412,10 @@ def setp(emit: Emit, instr: Instr) -> None:
         return
     result = emit.temp(_compare(emit, instr, a, b, relation, kind))
     first, second = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
-    if combine is None:
+    if sign is None:
         emit.put(first, "pred", result)
         emit.put(second, "pred", f"~{result}")
         return
-    sign = {"and": "&", "or": "|", "xor": "^"}[combine]
     extra = emit.temp(emit.src(instr.operands[3], "pred") + " | False")
     emit.put(first, "pred", f"{result} {sign} {extra}")
     emit.put(second, "pred", f"~{result} {sign} {extra}")
@@ -426,6 +432,8 @@ def set_value(emit: Emit, instr: Instr) -> None:
         instr.parts[1],
         kind,
     )
+    if sign := _combination(instr):
+        result = emit.temp(f"({result}) {sign} {emit.src(instr.operands[3], 'pred')}")
     if VIEWS[out] == "f32":
         emit.put(instr.operands[0], "f32", f"{result}.astype(np_f32)")
     else:
@@ -437,7 +445,7 @@ def selp(emit: Emit, instr: Instr) -> None:
     kind = instr.type
     d, a, b, p = instr.operands
     bits = {"f32": "u32", "f64": "u64", "f16": "u16"}.get(VIEWS[kind], VIEWS[kind])
-    sources = [emit.src(x, bits) for x in (a, b)]
+    sources = [emit.src(x, kind) + f".view(np_{bits})" if isinstance(x, Imm) else emit.src(x, bits) for x in (a, b)]
     emit.put(d, bits, f"where({emit.src(p, 'pred')}, {sources[0]}, {sources[1]})")
 
 

@@ -21,25 +21,13 @@ def _count(instr: Instr) -> int:
     return int(next(p for p in instr.parts if p in ("x1", "x2", "x4"))[1:])
 
 
-def _row_chunks(split: Split, address: np.ndarray, count: int, what: str) -> np.ndarray:
-    """16-byte chunk index of the 8 * count rows whose addresses the first lanes supply."""
-    rows = address[: 8 * count].astype(np.int64)
-    shared = split.cta.cluster.shared
-    low, high = int(rows.min()), int(rows.max())
-    shared.check(low, 16, what)
-    shared.check(high, 16, what)
-    if (rows & 15).any():
-        raise SimError(f"{what}: row address 0x{int(rows[(rows & 15) != 0][0]):x} is not 16-byte aligned")
-    return rows >> 4
-
-
 def _ldmatrix(
     split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: int, transpose: bool
 ) -> np.ndarray:
     """Register rows [count, 32] of 8x8 matrices of 16-bit elements."""
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("ldmatrix executed by part of a warp")
-    chunks = _row_chunks(split, address, count, "ldmatrix")
+    chunks = shared_index(split, address[: 8 * count], 16, "ldmatrix", False)
     if split.machine.observer is not None:
         split.machine.observer.access(split, mask, index, "shared::cta", address[: 8 * count], 16, "read")
     shared = split.cta.cluster.shared
@@ -62,14 +50,13 @@ def _stmatrix(
 ) -> None:
     if mask is not FULL and mask.tobytes() != split.warp.live.tobytes():
         raise SimError("stmatrix executed by part of a warp")
-    chunks = _row_chunks(split, address, count, "stmatrix")
+    chunks = shared_index(split, address[: 8 * count], 16, "stmatrix", False, index)
     if split.machine.observer is not None:
         split.machine.observer.access(split, mask, index, "shared::cta", address[: 8 * count], 16, "write")
     words = np.ascontiguousarray(rows).reshape(count, 8, 4)
     if transpose:
         halves = words.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
         words = np.ascontiguousarray(halves).view(np.uint32)
-    shared_index(split, address[: 8 * count], 16, "stmatrix", False, index)
     shared = split.cta.cluster.shared
     shared.views[16][chunks] = words.reshape(8 * count, 4)
     shared.marks[16][chunks] = WRITTEN[16]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import shared_of
+from .access import must_live, shared_of
 from .machine import FULL, AsyncOp, Split, Waitable
 from .memory import SimError
 from .ops_memory import address_of, space_of
@@ -67,6 +67,7 @@ class Mbarrier(Waitable):
 def find(split: Split, address: int) -> Mbarrier:
     cluster = split.cta.cluster
     found = cluster.mbarriers.get(address)
+    must_live(split, address)
     if found is None:
         raise SimError(f"no mbarrier was initialised at {cluster.shared.describe(address)}")
     return found
@@ -107,6 +108,9 @@ def _init(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count
         if where % 8:
             raise SimError(f"mbarrier at {cluster.shared.describe(where)} is not 8-byte aligned")
         value = int(count[lane])
+        others = count[mask & (address == address[lane])]
+        if (others != value).any():
+            raise SimError(f"mbarrier.init of one mbarrier with different counts: {sorted(set(others.tolist()))}")
         if not 1 <= value <= MAX_COUNT:
             raise SimError(f"mbarrier.init with count {value}")
         old = cluster.mbarriers.get(where)
@@ -139,8 +143,9 @@ def arrive(
     count: np.ndarray | None,
     tx: np.ndarray | None,
     drop: bool = False,
+    complete: bool = True,
 ) -> np.ndarray:
-    """Returns the state token of each lane: the number of the phase arrived at."""
+    """Returns the state token of each lane: the number of the phase arrived at; `complete` False is .noComplete."""
     token = np.zeros(32, np.uint64)
     for where, lane, lanes in _each(split, mask, address):
         barrier = find(split, where)
@@ -149,20 +154,29 @@ def arrive(
         if observer is not None:
             observer.mbarrier_arrive(split, _lanes_at(mask, address, where), index, barrier)
         if tx is not None:
-            size = int(tx[mask].sum()) if lanes > 1 else int(tx[lane])
+            size = _total(address, mask, tx, lane, lanes)
             if observer is not None:
                 observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
             barrier.expect(size)
-        per_lane = 1 if count is None else int(count[lane])
+        arrivals = lanes if count is None else _total(address, mask, count, lane, lanes)
+        if count is not None and not count[mask].all():
+            raise SimError(f"mbarrier arrival with a count of 0: {barrier.describe()}")
         if drop:
-            barrier.expected -= per_lane * lanes
-        barrier.arrive(per_lane * lanes)
+            barrier.expected -= arrivals
+        if not complete and arrivals == barrier.pending:
+            raise SimError(f"a .noComplete arrival that completes the phase: {barrier.describe()}")
+        barrier.arrive(arrivals)
     return token
+
+
+def _total(address: np.ndarray, mask: np.ndarray, values: np.ndarray, lane: int, lanes: int) -> int:
+    """The sum of a per-lane operand over the active lanes that name the barrier of `lane`."""
+    return int(values[lane]) if lanes == 1 else int(values[mask & (address == address[lane])].sum(dtype=np.uint64))
 
 
 def _expect(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
     for where, lane, lanes in _each(split, mask, address):
-        barrier, size = find(split, where), int(tx[lane]) * lanes
+        barrier, size = find(split, where), _total(address, mask, tx, lane, lanes)
         if split.machine.observer is not None:
             split.machine.observer.mbarrier_expect(split, _lanes_at(mask, address, where), index, barrier, size)
         barrier.expect(size)
@@ -170,7 +184,7 @@ def _expect(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx:
 
 def _complete(split: Split, mask: np.ndarray, index: int, address: np.ndarray, tx: np.ndarray) -> None:
     for where, lane, lanes in _each(split, mask, address):
-        find(split, where).complete(int(tx[lane]) * lanes)
+        find(split, where).complete(_total(address, mask, tx, lane, lanes))
 
 
 def try_wait(
@@ -234,7 +248,8 @@ def mbarrier_arrive(emit: Emit, instr: Instr) -> None:
         tx = emit.src(operands[0], "u32")
     elif operands:
         count = emit.src(operands[0], "u32")
-    token = emit.value(arrive, address, count, tx, str(instr.parts[1] == "arrive_drop"))
+    drop = str(instr.parts[1] == "arrive_drop")
+    token = emit.value(arrive, address, count, tx, drop, str(not instr.has("noComplete")))
     emit.put(target, "u64", token)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import atomic, load, reduce_half, reduce_vector, store, wrote
+from .access import atomic, load, must_align, reduce_half, reduce_vector, store
 from .machine import AsyncOp, Split
 from .memory import SimError
-from .parser import SIZES, Addr, Instr, PtxError, Reg, Sym, Vec
+from .parser import SIZES, Addr, Imm, Instr, PtxError, Reg, Sym, Vec
 from .translate import VIEWS, Emit, op
 
 
@@ -66,6 +66,7 @@ def ld(emit: Emit, instr: Instr) -> None:
     bits = f"u{8 * size}"
     address = address_of(emit, source, space)
     if total > 16:
+        emit.call(must_align, address, str(total), repr(space))
         lower = emit.value(load, address, "16", repr(space))
         second = emit.temp(f"{address} + {address}.dtype.type(16)")
         upper = emit.value(load, second, "16", repr(space))
@@ -91,7 +92,11 @@ def _ld_param(emit: Emit, items: tuple, source: Addr, kind: str, size: int) -> N
 def data_rows(emit: Emit, items: tuple, kind: str) -> str:
     """Source registers of a store as [32] values or [32, n] rows of the element type."""
     bits = f"u{8 * SIZES[kind]}"
-    names = [emit.src(item, "b" + bits[1:]) for item in items]
+    # Registers of any type give their bits; a literal is a number of the type.
+    names = [
+        emit.temp(f"{emit.src(x, kind)}.view(np_{bits})") if isinstance(x, Imm) else emit.src(x, "b" + bits[1:])
+        for x in items
+    ]
     if len(names) == 1:
         return names[0]
     return emit.temp(f"np.stack(({', '.join(names)}), 1)")
@@ -112,6 +117,7 @@ def st(emit: Emit, instr: Instr) -> None:
     total = SIZES[kind] * count
     rows = data_rows(emit, items, kind)
     if total > 16:
+        emit.call(must_align, address, str(total), repr(space))
         whole = emit.temp(f"{rows}.view(np_u32)")
         emit.call(store, address, "16", repr(space), f"{whole}[:, :4]")
         emit.call(store, f"{address} + {address}.dtype.type(16)", "16", repr(space), f"{whole}[:, 4:]")
@@ -190,9 +196,10 @@ def _copy_async(
     if not mask.any():
         return
     target, source, mask = target.copy(), source.copy(), mask.copy()
-    count = np.full(32, size) if source_size is None else np.minimum(source_size.astype(np.int64), size)
-    if (count < 0).any():
-        raise SimError("cp.async with a negative source size")
+    count = np.full(32, size) if source_size is None else source_size.astype(np.int64)
+    if (mask & (count > size)).any():
+        raise SimError(f"cp.async of {size} bytes with a source size of {int(count[mask].max())}")
+    must_align(split, mask & (count > 0), index, source, size, "global")
 
     def run() -> None:
         whole = mask & (count == size)
@@ -203,16 +210,17 @@ def _copy_async(
         if none.any():
             data = np.zeros((32, 4), np.uint32) if size == 16 else np.zeros(32, f"u{size}")
             store(split, none, index, target, size, "shared::cta", data)
-        for lane in np.flatnonzero(mask & (count > 0) & (count < size)):
-            row = np.zeros(size, np.uint8)
-            if split.machine.observer is not None:
-                lanes = np.arange(32) == lane
-                here, there = np.full(32, source[lane]), np.full(32, target[lane])
-                split.machine.observer.access(split, lanes, index, "global", here, int(count[lane]), "read")
-                split.machine.observer.access(split, lanes, index, "shared::cta", there, size, "write")
-            row[: count[lane]] = split.machine.memory.bytes_at(int(source[lane]), int(count[lane]))
-            split.cta.cluster.shared.bytes_at(int(target[lane]), size)[:] = row
-            wrote(split, index, int(target[lane]), size)
+        some = mask & (count > 0) & (count < size)
+        if some.any():
+            rows = np.zeros((32, size), np.uint8)
+            for lane in np.flatnonzero(some).tolist():
+                at, length = int(source[lane]), int(count[lane])
+                rows[lane, :length] = split.machine.memory.bytes_at(at, length)
+                if split.machine.observer is not None:
+                    one, address = np.arange(32) == lane, np.full(32, at, np.uint64)
+                    split.machine.observer.access(split, one, index, "global", address, length, "read")
+            data = rows.view(np.uint32) if size == 16 else rows.view(f"u{size}")[:, 0]
+            store(split, some, index, target, size, "shared::cta", data)
 
     split.machine.submit(AsyncOp("cp.async", run, split, index, mask))
 

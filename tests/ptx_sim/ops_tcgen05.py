@@ -18,7 +18,7 @@ import itertools
 
 import numpy as np
 
-from .access import wrote
+from .access import must_live, wrote
 from .machine import AsyncOp, Cta, Split, lanes_text
 from .matrix_operands import Descriptor, decode_umma, read_tile, to_float, unwritten
 from .memory import OFFSET_MASK, POISON, RANK_SHIFT, SimError
@@ -58,6 +58,7 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
     """Allocate a power of two of columns, first fit; waits while there is no room."""
     if not mask.any():
         return False
+    _require_warp(split, mask, index)
     lane = int(mask.argmax())
     cta, wanted = split.cta, int(count[lane])
     if wanted < 32 or wanted > 512 or wanted & (wanted - 1):
@@ -67,6 +68,7 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
     for first in range(0, COLUMNS, max(wanted, 32)):
         if not cta.tmem_owner[first : first + wanted].any():
             cta.tmem_owner[first : first + wanted] = index + 1
+            cta.tmem_sizes[first] = wanted
             where = int(target[lane])
             if split.machine.observer is not None:
                 split.machine.observer.tmem_alloc(split, mask, index, where, first, wanted)
@@ -80,10 +82,17 @@ def _alloc(split: Split, mask: np.ndarray, index: int, target: np.ndarray, count
 def _dealloc(split: Split, mask: np.ndarray, index: int, address: np.ndarray, count: np.ndarray) -> None:
     if not mask.any():
         return
+    _require_warp(split, mask, index)
     lane = int(mask.argmax())
     first, wanted = int(address[lane]) & 0xFFFF, int(count[lane])
     owner = split.cta.tmem_owner
     _columns(split.cta, first, wanted, "tcgen05.dealloc")
+    held = split.cta.tmem_sizes.pop(first, None)
+    if held != wanted:
+        raise SimError(
+            f"tcgen05.dealloc of {wanted} columns at {first}: "
+            + (f"the allocation there has {held}" if held else "no allocation starts there")
+        )
     if split.machine.observer is not None:
         split.machine.observer.tmem_dealloc(split, mask, index, first, wanted)
     owner[first : first + wanted] = 0
@@ -319,6 +328,11 @@ class Shape:
         if idesc >> 2 & 1:
             raise SimError("sparse tcgen05.mma is not modelled")
         self.accumulate_f16 = (idesc >> 4 & 3) == 0
+        if idesc >> 4 & 3 > 1 or idesc & (1 << 3 | 1 << 6 | 1 << 23 | 1 << 29 | 3 << 30):
+            raise SimError(
+                f"instruction descriptor 0x{idesc:08x}: an accumulator format, reserved bit or maximum shift that is "
+                "not modelled for kind::f16"
+            )
         formats = idesc >> 7 & 7, idesc >> 10 & 7
         if max(formats) > 1:
             raise SimError(f"instruction descriptor 0x{idesc:08x}: operand formats {formats} for kind::f16")
@@ -363,7 +377,10 @@ def _pair_of(split: Split, pair: bool) -> list[Cta]:
     ctas = cta.cluster.ctas
     if len(ctas) < 2:
         raise SimError("cta_group::2 in a cluster of one CTA")
-    return [ctas[cta.rank & ~1], ctas[cta.rank | 1]]
+    both = [ctas[cta.rank & ~1], ctas[cta.rank | 1]]
+    for other in both:
+        must_live(split, other.base)
+    return both
 
 
 def mma(
@@ -387,6 +404,8 @@ def mma(
     shape = Shape(int(idesc[lane]))
     check_shape(shape, pair, ws)
     target, accumulate = int(d[lane]), bool(enable[lane])
+    if target >> 16 and (target >> 16 != 16 or ws or pair or shape.m != 64):
+        raise SimError(f"tcgen05.mma: accumulator address 0x{target:08x} has lane {target >> 16}")
     a_value, b_desc = int(a[lane]), decode_umma(int(b[lane]))
     if any(int(word[lane]) for word in disable):
         raise SimError("disable-output-lane masks other than zero are not modelled")
@@ -545,6 +564,8 @@ def _cp(
         return
     target, desc = int(address[lane]), decode_umma(int(descriptor[lane]))
     rows, width = CP_SHAPES[name]
+    if target >> 16:
+        raise SimError(f"tcgen05.cp to lane {target >> 16}: lanes other than 0 are not modelled")
     split.machine.report.forms.add(f"tcgen05.cp {name} {spread} swizzle {desc.span}")
 
     def run() -> None:
@@ -557,7 +578,6 @@ def _cp(
                 split.machine.observer.cp(split, index, cta, desc, rows, width, target)
             if unwritten(split.cta.cluster.shared, bits, cta.base, desc, rows, width // 2, True):
                 split.machine.finding(f"tcgen05.cp reads uninitialised shared memory ({desc})", index)
-            first = target >> 16
             if spread == "warpx4":
                 for w in range(4):
                     cta.tmem[column : column + words, 32 * w : 32 * w + 32] = data
@@ -567,7 +587,7 @@ def _cp(
                     for w in warps:
                         cta.tmem[column : column + words, 32 * w : 32 * w + 32] = data[:, 32 * half : 32 * half + 32]
             else:
-                cta.tmem[column : column + words, first : first + rows] = data
+                cta.tmem[column : column + words, :rows] = data
 
     split.machine.submit(AsyncOp("tcgen05", run, split, index, mask))
 

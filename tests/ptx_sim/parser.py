@@ -218,11 +218,25 @@ def parse_number(token: str) -> Imm | None:
         return Imm(int(token[2:], 16), True, 64)
     if re.fullmatch(r"-?0[xX][0-9a-fA-F]+U?", token):
         return Imm(int(token.rstrip("U"), 16))
-    if re.fullmatch(r"-?\d+U?", token):
+    if re.fullmatch(r"-?0[bB][01]+U?", token):
+        return Imm(int(token.rstrip("U"), 2))
+    if re.fullmatch(r"-?0[0-7]+U?", token):
+        return Imm(int(token.rstrip("U"), 8))
+    if re.fullmatch(r"-?(0|[1-9]\d*)U?", token):
         return Imm(int(token.rstrip("U"), 10))
+    if token == "WARP_SZ":
+        return Imm(32)
     if re.fullmatch(r"-?\d+\.\d*(?:[eE][+-]?\d+)?", token):
         return Imm(int.from_bytes(struct.pack("<d", float(token)), "little"), True, 64)
     return None
+
+
+def _offset(token: str, line: int) -> int:
+    """The integer literal that follows the sign in an address."""
+    number = parse_number(token)
+    if number is None or number.is_float:
+        raise PtxError(f"line {line}: {token!r} is no offset of an address")
+    return number.value
 
 
 def split_top(text: str, separator: str = ",") -> list:
@@ -380,8 +394,8 @@ class _KernelParser:
         if _SPECIAL.match(token):
             return Special(token)
         if match := re.fullmatch(r"([\w$]+)\s*\+\s*(-?\w+)", token):
-            return Sym(match.group(1), int(match.group(2), 0))
-        if re.fullmatch(r"[\w$]+", token):
+            return Sym(match.group(1), _offset(match.group(2), line))
+        if re.fullmatch(r"[a-zA-Z_$][\w$]*", token):
             # A label of an enclosing scope; labels may be defined after their use, hence the second pass.
             probe = scope
             while probe is not None:
@@ -397,9 +411,9 @@ class _KernelParser:
         first, *others = split_top(text)
         base, offset = first, 0
         if match := re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", first):
-            base, offset = match.group(1), int(match.group(2), 0)
+            base, offset = match.group(1), _offset(match.group(2), line)
         elif match := re.fullmatch(r"(.+?)\s*-\s*(\w+)", first):
-            base, offset = match.group(1), -int(match.group(2), 0)
+            base, offset = match.group(1), -_offset(match.group(2), line)
         coords, extra = (), []
         for other in others:
             value = self.operand(other, scope, line)

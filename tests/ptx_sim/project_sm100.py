@@ -27,8 +27,12 @@ def unavailable() -> str | None:
 
 
 @contextmanager
-def simulated(multiprocessors: int | None = None, **options: object) -> Iterator[capture_cute.Recorder]:
+def simulated(
+    multiprocessors: int | None = None, run: bool = True, **options: object
+) -> Iterator[capture_cute.Recorder]:
     """Inside, `backend="sm100"` takes CPU tensors and runs in the simulator, on so many multiprocessors.
+
+    With `run=False` launches are only recorded.
 
     Outputs start as NaN. Nothing is kept on disk: a kernel from there comes without its PTX.
     """
@@ -37,7 +41,7 @@ def simulated(multiprocessors: int | None = None, **options: object) -> Iterator
 
     from cute_sparse_mla import env
 
-    recorder = capture_cute.Recorder(run=True)
+    recorder = capture_cute.Recorder(run=run)
     recorder.options = options
 
     def execute(kernel: Callable, arguments: tuple, tensors: dict[str, torch.Tensor]) -> None:

@@ -58,7 +58,6 @@ class TensorMap:
     strides: tuple  # bytes, of dims 1 and up
     box: tuple
     swizzle: int
-    interleave: int = 0
 
     @property
     def rank(self) -> int:
@@ -77,12 +76,19 @@ def decode(data: bytes) -> TensorMap:
     code = flags >> 7 & 15
     if code not in ELEMENTS or rank > 5:
         raise SimError(f"malformed tensor map: rank {rank}, element type code {code}")
+    if flags >> 11 & 3 or flags >> 13 & 7 not in SWIZZLES:
+        raise SimError(f"tensor map: interleave {flags >> 11 & 3}, swizzle {flags >> 13 & 7} are not modelled")
     size, name = ELEMENTS[code]
     low = (words[1] >> 32, words[2] & 0xFFFFFFFF, words[2] >> 32, words[3] & 0xFFFFFFFF)
     high = words[3] >> 32
     strides = tuple((low[i] | (high >> (4 * i) & 15) << 32) * 16 for i in range(rank - 1))
     dims = (words[4] & 0xFFFFFFFF, words[4] >> 32, words[5] & 0xFFFFFFFF, words[5] >> 32, words[6] & 0xFFFFFFFF)
     box = (words[6] >> 56, *(words[7] >> (8 * i) & 255 for i in range(4)))
+    if words[0] % 16 or (box[0] + 1) * size % 16:
+        raise SimError(
+            f"malformed tensor map: address 0x{words[0]:x} and box rows of {(box[0] + 1) * size} bytes must be "
+            "multiples of 16"
+        )
     return TensorMap(
         words[0],
         name,
@@ -91,13 +97,14 @@ def decode(data: bytes) -> TensorMap:
         strides,
         tuple(b + 1 for b in box[:rank]),
         SWIZZLES[flags >> 13 & 7],
-        flags >> 11 & 3,
     )
 
 
 def encode(address: int, element: str, dims: tuple, strides: tuple, box: tuple, swizzle: int) -> bytes:
     """The same layout from the arguments of cuTensorMapEncodeTiled (strides in bytes, without dim 0)."""
     rank = len(dims)
+    if any(s % 16 or not 0 <= s < 1 << 40 for s in strides) or any(not 1 <= b <= 256 for b in box):
+        raise SimError(f"tensor map with strides {strides} and box {box}: strides are multiples of 16, boxes up to 256")
     spans = {span: code for code, span in SWIZZLES.items()}
     flags = (rank - 1) << 4 | CODES[element] << 7 | spans[swizzle] << 13
     scaled = [s // 16 for s in strides] + [0] * (5 - rank)

@@ -51,11 +51,11 @@ def roles(trace: Trace, cta: int = 0) -> list[tuple[str, list[WarpTrace]]]:
 
 
 def steady_window(result: Result, steps: int = 1) -> tuple[float, float]:
-    """Start and end of `steps` middle repetitions of the wait that costs most of those that return at least 4 times."""
+    """Start and end of `steps` middle repetitions of the wait that costs most of those that return often enough."""
     times: dict[tuple[str, int], list[float]] = {}
     for warp, index, end in result.marks:
         times.setdefault((warp, index), []).append(end)
-    often = {site: ends for site, ends in times.items() if len(ends) >= 4}
+    often = {site: ends for site, ends in times.items() if len(ends) >= steps + 3}
     if not often:
         return 0.0, result.clocks
     site = max(often, key=lambda s: (result.waits[s], s))

@@ -115,6 +115,7 @@ UNMODELLED = re.compile(
     r"|set(p)?\..*\.(f16x2|bf16x2)|cvt\.(.*\.)?sat\.[us](32|64)\.u64$|cvt\.r[mp]\.(f16|bf16)\.f32"
     r"|cvt\.(.*\.)?sat\.(f16|f16x2)\.|(add|sub|mul|fma)\.(.*\.)?sat\.(f16|f16x2)$"
     r"|cvt\.r[zmp]\.f32\.[us]64$|cvt\.\w+\.(f16|bf16)\.([us](32|64)|f64)$"
+    r"|cvt\.(.*\.)?satfinite\.tf32\.|cvt\.rs\.|cp\.async\.bulk\.(?!tensor).*\.(cp_mask|ignore_oob)|tcgen05\.mma\..*\.ashift"
 )
 
 
@@ -224,6 +225,8 @@ class Emit:
         elif view[0] == "f":
             value = dtype.type(imm.value)
         else:
+            if imm.is_float and imm.bits == 64 and dtype.itemsize < 8:
+                raise PtxError(f"a 64-bit floating-point literal cannot be a {view} source")
             bits = imm.value % (1 << (8 * dtype.itemsize))
             if imm.is_float and dtype.itemsize == 2:
                 bits = int(np.array(imm.value, np.uint32).view(np.float32).astype(np.float16).view(np.uint16))

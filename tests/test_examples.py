@@ -1,0 +1,51 @@
+"""The training example runs and learns; the picture is well formed. (`test_parallel.py` runs the other example.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from cute_sparse_mla.examples import train_dsa
+
+SMALL = ("--steps", "4", "--warmup", "2", "--batch", "2", "--context", "12", "--topk", "4", "--device", "cpu")
+
+
+def test_training_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg = tmp_path / "curves.svg"
+    assert train_dsa.main([*SMALL, "--svg", str(svg)]) == 0
+    said = capsys.readouterr().out
+    assert "dense " in said and "sparse, top 4 " in said
+    lines = ElementTree.parse(svg).getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 4 and all(len(line.attrib["points"].split()) == 4 for line in lines)
+
+
+def test_selecting_every_row_is_the_dense_attention() -> None:
+    """Forward and gradients, and the indexer's loss reaches the indexer alone."""
+    s = train_dsa.Settings(batch=2, context=9, topk=9, width=32, heads=2)
+    torch.manual_seed(0)
+    layer = train_dsa.Attention(s, sparse=True)
+    positions = torch.arange(9).repeat(2)
+    cu_seqlens = torch.tensor([0, 9, 18], dtype=torch.int32)
+    x = torch.randn(18, 32)
+    results = []
+    for layer.selects in (True, False):
+        layer.zero_grad()
+        out = layer(x, positions, cu_seqlens)
+        out.square().sum().backward()
+        assert all(p.grad is None for p in layer.indexer.parameters())
+        grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        loss = layer.index_loss
+        layer.zero_grad()
+        loss.backward()
+        assert all((p.grad is not None) == name.startswith("indexer.") for name, p in layer.named_parameters())
+        results.append((out.detach(), loss.detach(), grads))
+    (out, loss, grads), (dense_out, dense_loss, dense_grads) = results
+    # out and the gradients of q and kv are rounded to bfloat16.
+    torch.testing.assert_close(out, dense_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(loss, dense_loss, rtol=1e-4, atol=1e-5)
+    assert grads.keys() == dense_grads.keys()
+    for name, grad in grads.items():
+        assert float((grad - dense_grads[name]).norm() / dense_grads[name].norm()) < 2e-2, name
