@@ -1,4 +1,4 @@
-"""Every instruction form of the SM100 kernels beside its witness: `python -m tests.sm100_coverage` rewrites the list."""
+"""Every form of the SM100 kernels beside its witness: `python -m tests.sm100_coverage` rewrites the list."""
 
 from __future__ import annotations
 
