@@ -39,7 +39,7 @@ sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_V
 sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)
 
-sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the simulator, on a CPU (the forward's half: 7 CPU minutes)
+sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the simulator, on a CPU (about 25 CPU minutes)
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
 lint: $(TEST_READY)
