@@ -19,7 +19,7 @@ from functools import cached_property
 
 from .plan import (
     BLOCK_K, D_V, HALF, ITEM, PIECE, ROW_STAGES, SMEM_LIMIT, SPAN, TMEM_COLUMNS, TMEM_LANES,
-    Area, Barrier, Plan, PlanError, check_areas,
+    Area, Barrier, Plan, PlanError, check_areas, lay_out,
 )  # fmt: skip
 
 CHUNK = TMEM_LANES  # columns of d of a dkv product
@@ -74,11 +74,7 @@ class BackwardPlan(Plan):
             "barriers": 8 * sum(b.stages for b in self.barriers),
             "tmem_address": 16,
         }
-        areas, at = {}, 0
-        for name, size in sizes.items():
-            areas[name] = Area(name, at, size)
-            at += -(-size // 16) * 16
-        return areas
+        return lay_out(sizes, alignment=16)
 
     @cached_property
     def tmem(self) -> dict[str, Area]:
@@ -87,11 +83,7 @@ class BackwardPlan(Plan):
             "dq": HALF, "dq_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2,
             "ds_q": BLOCK_K, "p_dout": BLOCK_K,
         }  # fmt: skip
-        areas, at = {}, 0
-        for name, size in sizes.items():
-            areas[name] = Area(name, at, size)
-            at += size
-        return areas
+        return lay_out(sizes)
 
     def check(self) -> None:
         """Raise `PlanError` unless the hardware holds it."""

@@ -104,6 +104,15 @@ class Area:
         return self.start + self.size
 
 
+def lay_out(sizes: dict[str, int], alignment: int = 1) -> dict[str, Area]:
+    """Areas one behind the other, each start a multiple of `alignment`."""
+    areas, at = {}, 0
+    for name, size in sizes.items():
+        areas[name] = Area(name, at, size)
+        at += -(-size // alignment) * alignment
+    return areas
+
+
 def check_areas(what: str, areas: tuple[Area, ...], limit: int) -> None:
     """No overlap, nothing past the limit."""
     ordered = sorted(areas, key=lambda a: a.start)
@@ -196,11 +205,7 @@ class Plan:
             "barriers": 8 * sum(b.stages for b in self.barriers),
             "tmem_address": 16,
         }
-        areas, at = {}, 0
-        for name, size in sizes.items():
-            areas[name] = Area(name, at, size)
-            at += -(-size // 16) * 16
-        return areas
+        return lay_out(sizes, alignment=16)
 
     @property
     def smem_bytes(self) -> int:
@@ -211,11 +216,7 @@ class Plan:
         """Tensor memory, in 32-bit columns of all 128 lanes."""
         # A column holds two elements of q, or one of O and S, for each half of the lanes; q's tail is in both halves.
         sizes = {"o": HALF, "q": HALF // 2, "q_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2}
-        areas, at = {}, 0
-        for name, size in sizes.items():
-            areas[name] = Area(name, at, size)
-            at += size
-        return areas
+        return lay_out(sizes)
 
     def barrier_offset(self, name: str) -> int:
         """Byte offset of a barrier's first stage in shared memory."""
