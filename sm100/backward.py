@@ -31,7 +31,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from . import forward, ptx
-from .backward_plan import CHUNK, SPANS, BackwardPlan
+from .backward_plan import CHUNK, CHUNKS, DKV_STAGES, SPANS, BackwardPlan
 from .forward import HALF_K, KEYS, K_MAJOR, SIZES, STEP, STEPS, Forward, _global, _named, _next
 from .heads import ROWS_PER_CTA, split
 from .plan import (
@@ -41,10 +41,10 @@ from .plan import (
 # Run-time arguments, in order; see `launch.py` for their meaning.
 POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "dout", "stats", "dq", "dkv")
 STRIDES = (*forward.STRIDES[:-1], "do_b", "do_s", "do_h")
+# Of scores in powers of two; of P and of dS before they are rounded; of dq and dkv. See `scales`.
+SCALES = ("scale_log2", "p_scale", "ds_scale", "unit")
 MN_STEP = STEP * SPAN * ITEM  # bytes of 16 rows of a span
-TAIL_CHUNK = D_V // CHUNK
 P_BARRIER = 8  # named barrier of the softmax warps
-QUAD = 4  # keys, and columns of d, of a vector add
 
 
 class Backward(Forward):
@@ -59,8 +59,7 @@ class Backward(Forward):
         pointers: tuple[(Int64,) * len(POINTERS)],
         sizes: tuple[(Int32,) * len(SIZES)],
         strides: tuple[(Int64,) * len(STRIDES)],
-        scale_log2: Float32,
-        sm_scale: Float32,
+        scales: tuple[(Float32,) * len(SCALES)],
         ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -69,12 +68,12 @@ class Backward(Forward):
         q_map = self.heads_map(at["q"], n, self.plan.D, (by["q_b"], by["q_s"], by["q_h"]), load)
         dout_map = self.heads_map(at["dout"], n, D_V, (by["do_b"], by["do_s"], by["do_h"]), load)
         kv_map = self.rows_map(at["kv"], n, by["kv_row"], load)
-        self.kernel((q_map, kv_map, dout_map), pointers, sizes, strides, scale_log2, sm_scale).launch(
+        self.kernel((q_map, kv_map, dout_map), pointers, sizes, strides, scales).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), smem=self.plan.smem_bytes, stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, maps, pointers, sizes, strides, scale_log2, sm_scale):
+    def kernel(self, maps, pointers, sizes, strides, scales):
         plan = self.plan
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         # Row numbers are indices, -1 for an invalid slot: kv and dkv number their rows differently.
@@ -110,9 +109,9 @@ class Backward(Forward):
         part = block % plan.parts
         work = (block // plan.parts, tiles, grid // plan.parts)
         if warp < ROLE["epilogue"].first:
-            self.softmax(at, n, by, smem, bar, tmem, part, warp, work, scale_log2)
+            self.softmax(at, n, by, smem, bar, tmem, part, warp, work, scales)
         elif warp < ROLE["mma"].first:
-            self.epilogue(at, n, by, smem, bar, tmem, part, warp, work, sm_scale)
+            self.epilogue(at, n, by, smem, bar, tmem, warp, work, scales[-1])
         elif warp == ROLE["mma"].first:
             self.mma(at, n, by, smem, bar, tmem, work)
         elif warp == ROLE["index"].first:
@@ -137,16 +136,11 @@ class Backward(Forward):
         q_map, kv_map, dout_map = (ptx.descriptor(m) for m in maps)
         for tile in cutlass.range(first, tiles, step):
             b, s, g = split(tile, n["token_tiles"], n["G"])
-            head, token = plan.rows.origin(s, part)
-            ptx.wait(bar["q_free"], q_phase)
-            q_phase ^= 1
-            with cute.arch.elect_one():
-                if half == 0:
-                    self.load_heads(smem["q_dout"], q_map, plan.D, (head, token, g, b), bar["q_full"])
-                else:
-                    self.load_heads(smem["q_dout"] + PIECE, dout_map, D_V, (head, token, g, b), bar["q_full"])
+            at_rows = (*plan.rows.origin(s, part), g, b)
+            # The tile before leaves its chunks of q and dout one by one, the second half of them after its last KV.
+            self.load_chunks(smem, bar, half, q_map, dout_map, at_rows, q_phase, (0, CHUNKS // 2))
             row_base = b * n["row_b"] + g * n["row_g"]
-            for _ in cutlass.range(self.blocks(at, n, by, tile)):
+            for i in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 ptx.wait(bar["kv_free"], kv_phase)
                 kv_phase ^= 1
@@ -164,13 +158,32 @@ class Backward(Forward):
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
+                if i == 0:
+                    self.load_chunks(smem, bar, half, q_map, dout_map, at_rows, q_phase, (CHUNKS // 2, CHUNKS))
+            q_phase ^= 1
 
     @cute.jit
-    def load_heads(self, where, tensor_map, columns: cutlass.Constexpr, at, full):
+    def load_chunks(self, smem, bar, half, q_map, dout_map, at_rows, phase, chunks: cutlass.Constexpr):
+        """64 rows of q (first gather warp) and dout (second), a range of chunks of columns; q's tail with the last."""
+        for chunk in cutlass.range_constexpr(*chunks):
+            full = bar["q_full"] + 8 * chunk
+            ptx.wait(bar["q_free"] + 8 * chunk, phase)
+            with cute.arch.elect_one():
+                if half == 0:
+                    self.load_heads(smem["q_dout"], q_map, self.chunk_spans(chunk, self.plan.D), at_rows, full)
+                else:
+                    self.load_heads(smem["q_dout"] + PIECE, dout_map, self.chunk_spans(chunk, D_V), at_rows, full)
+
+    def chunk_spans(self, chunk: int, columns: int) -> range:
+        """Spans of 64 columns that a chunk stands for; the last chunk has the tail."""
+        return range(chunk * CHUNK // SPAN, columns // SPAN if chunk == CHUNKS - 1 else (chunk + 1) * CHUNK // SPAN)
+
+    @cute.jit
+    def load_heads(self, where, tensor_map, spans: cutlass.Constexpr, at_rows, full):
         """64 rows of q or dout: every second piece from `where` on."""
-        ptx.arrive_expect(full, columns // SPAN * PIECE)
-        for span in cutlass.range_constexpr(columns // SPAN):
-            ptx.tensor_load(where + span * 2 * PIECE, tensor_map, (Int32(span * SPAN), *at), full, False)
+        ptx.arrive_expect(full, len(spans) * PIECE)
+        for span in cutlass.range_constexpr(spans.start, spans.stop):
+            ptx.tensor_load(where + span * 2 * PIECE, tensor_map, (Int32(span * SPAN), *at_rows), full, False)
 
     # Does: all products. Produces: s_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
     # Consumes: q_full, kv_full, s_free, p_ready, dkv_free, dq_free.
@@ -178,49 +191,56 @@ class Backward(Forward):
     def mma(self, at, n, by, smem, bar, tmem, work):
         plan = self.plan
         first, tiles, step = work
-        full_phase, free_phase, block_phase, p_phase = Int32(0), Int32(1), Int32(0), Int32(0)
-        dkv_phase = Int32(1)
+        q_phase, block_phase, p_phase, dq_phase = Int32(0), Int32(0), Int32(0), Int32(1)
+        ring = (Int32(0), Int32(1))
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
-            ptx.wait(bar["q_full"], full_phase)
-            full_phase ^= 1
-            self.scores(smem, bar, tmem, block_phase)
+            self.scores(smem, bar, tmem, block_phase, q_phase, True)
+            q_phase ^= 1
             block_phase ^= 1
             for i in cutlass.range(blocks):
                 ptx.wait(bar["p_ready"], p_phase)
                 p_phase ^= 1
-                if i == 0:
-                    ptx.wait(bar["dq_free"], free_phase)
-                    free_phase ^= 1
-                ptx.fence_after()
-                self.dq(smem, bar, tmem, i > 0)
-                for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
-                    # The next block's scores come before the last chunk: its softmax runs under that.
-                    if (chunk == TAIL_CHUNK - 1) & (i < blocks - 1):
-                        self.scores(smem, bar, tmem, block_phase)
+                last = i == blocks - 1
+                for chunk in cutlass.range(CHUNKS, unroll=1):
+                    # The next block's scores come before the last chunk: its softmax runs under these products' adds.
+                    if (chunk == CHUNKS - 1) & (i < blocks - 1):
+                        self.scores(smem, bar, tmem, block_phase, q_phase, False)
                         block_phase ^= 1
-                    self.dkv(smem, bar, tmem, smem["q_dout"] + chunk * (4 * PIECE), False, dkv_phase)
-                    dkv_phase ^= 1
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + chunk * (4 * PIECE), False, ring)
+                    ring = _next(*ring, DKV_STAGES)
+                    if chunk == 0:
+                        if i == 0:
+                            ptx.wait(bar["dq_free"], dq_phase)
+                            dq_phase ^= 1
+                            ptx.fence_after()
+                        self.dq(smem, bar, tmem, i > 0, last)
+                    if last & ((chunk < CHUNKS - 1) | (not plan.tail)):
+                        with cute.arch.elect_one():
+                            ptx.commit(bar["q_free"] + 8 * chunk, False)
                 if const_expr(plan.tail):
-                    self.dkv(smem, bar, tmem, smem["q_dout"] + (SPANS - 1) * (2 * PIECE), True, dkv_phase)
-                    dkv_phase ^= 1
+                    self.dkv(smem, bar, tmem, smem["q_dout"] + (SPANS - 1) * (2 * PIECE), True, ring)
+                    ring = _next(*ring, DKV_STAGES)
+                    if last:
+                        with cute.arch.elect_one():
+                            ptx.commit(bar["q_free"] + 8 * (CHUNKS - 1), False)
                 with cute.arch.elect_one():
                     ptx.commit(bar["p_free"], False)
-                if i == blocks - 1:
-                    with cute.arch.elect_one():
-                        ptx.commit(bar["q_free"], False)
-                        ptx.commit(bar["dq_ready"], False)
 
     @cute.jit
-    def scores(self, smem, bar, tmem, phase):
+    def scores(self, smem, bar, tmem, phase, q_phase, fresh: cutlass.Constexpr):
         """S = q K^T in lanes 0 to 63, dP = dout V^T in 64 to 127; S of the tail by keys, as in the forward."""
         plan = self.plan
         ptx.wait(bar["kv_full"], phase)
         ptx.wait(bar["s_free"], phase ^ 1)
         ptx.fence_after()
-        for span in cutlass.range(SPANS, unroll=1):
-            with cute.arch.elect_one():
-                self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span > 0)
+        for chunk in cutlass.range(CHUNKS, unroll=1):
+            if const_expr(fresh):
+                ptx.wait(bar["q_full"] + 8 * chunk, q_phase)
+            for part in cutlass.range_constexpr(CHUNK // SPAN):
+                span = chunk * (CHUNK // SPAN) + part
+                with cute.arch.elect_one():
+                    self.score_span(smem["q_dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE, tmem, span > 0)
         with cute.arch.elect_one():
             if const_expr(plan.tail):
                 shape = ptx.shape(self.dtype, ROWS_PER_CTA, BLOCK_K, False)
@@ -242,7 +262,7 @@ class Backward(Forward):
             ptx.mma_rows(tmem + self.plan.tmem["s"].start, a, b, shape, more)
 
     @cute.jit
-    def dq(self, smem, bar, tmem, accumulate):
+    def dq(self, smem, bar, tmem, accumulate, last):
         """dq (+)= dS K: of each product's columns, the first half goes to lanes 0 to 63."""
         plan = self.plan
         for j in cutlass.range(2, unroll=1):
@@ -254,6 +274,9 @@ class Backward(Forward):
                 keys = smem["kv"] + SPANS * PIECE
                 self.dq_columns(smem["ds"], keys, tmem + plan.tmem["dq_tail"].start, SPAN, accumulate)
             ptx.commit(bar["kv_free"], False)
+        if last:
+            with cute.arch.elect_one():
+                ptx.commit(bar["dq_ready"], False)
 
     @cute.jit
     def dq_columns(self, ds, keys, d, width: cutlass.Constexpr, accumulate):
@@ -266,24 +289,25 @@ class Backward(Forward):
             ptx.mma(d, a, b, shape, more, pair=False, a_in_tensor_memory=False)
 
     @cute.jit
-    def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr, phase):
-        """q^T dS and dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
-        plan = self.plan
-        ptx.wait(bar["dkv_free"], phase)
+    def dkv(self, smem, bar, tmem, spans, is_tail: cutlass.Constexpr, ring):
+        """q^T dS + dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
+        stage, phase = ring
+        ptx.wait(bar["dkv_free"] + 8 * stage, phase)
         ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
-            for name, operand, offset in (("ds_q", "ds", 0), ("p_dout", "p", PIECE))[: 1 if is_tail else 2]:
+            for operand, offset in (("ds", 0), ("p", PIECE))[: 1 if is_tail else 2]:
                 for k in cutlass.range_constexpr(ROWS_PER_CTA // STEP):
                     a = ptx.operand(spans + offset + k * MN_STEP, **mn_major(2 * PIECE))
                     b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
-                    ptx.mma_rows(tmem + plan.tmem[name].start, a, b, shape, k > 0)
-            ptx.commit(bar["dkv_ready"], False)
+                    d = tmem + self.plan.tmem["dkv"].start + stage * BLOCK_K
+                    ptx.mma_rows(d, a, b, shape, operand == "p" or k > 0)
+            ptx.commit(bar["dkv_ready"] + 8 * stage, False)
 
     # Does: P and dS; a thread (warpgroup w, lane l of tensor memory) owns keys 32 (l // 64) + 16 w and 15 more of row
-    # l % 64. Produces: s_free, p_ready. Consumes: s_ready, rows_ready, p_free.
+    # l % 64; stores dq. Produces: s_free, p_ready, dq_free. Consumes: s_ready, rows_ready, p_free, dq_ready.
     @cute.jit
-    def softmax(self, at, n, by, smem, bar, tmem, part, warp, work, scale_log2):
+    def softmax(self, at, n, by, smem, bar, tmem, part, warp, work, scales):
         plan = self.plan
         first, tiles, step = work
         lane = cute.arch.lane_idx()
@@ -291,10 +315,12 @@ class Backward(Forward):
         side = quadrant // 2
         row = quadrant % 2 * WARP + lane
         head, token = plan.rows.of(row, part)
-        s_phase, p_phase = Int32(0), Int32(1)
+        s_phase, p_phase, dq_phase = Int32(0), Int32(1), Int32(0)
         stage, phase = Int32(0), Int32(0)
+        scale_log2, p_scale, ds_scale, unit = scales
         for tile in cutlass.range(first, tiles, step):
             lse, w, offset = self.statistics(at, n, tile, head, token)
+            p_factor, ds_factor, offset = w * p_scale, w * ds_scale, offset * ds_scale
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
@@ -328,12 +354,15 @@ class Backward(Forward):
                     dp = taken[key] if side == 0 else own[key]
                     p = cute.math.exp2(s * scale_log2 - lse, fastmath=True)
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
-                    own[key] = w * p
-                    taken[key] = p * (w * dp + offset)
+                    own[key] = p_factor * p
+                    taken[key] = p * (ds_factor * dp + offset)
                 self.store_operand(smem["p"], row, side * 4 + group * 2, own)
                 self.store_operand(smem["ds"], row, side * 4 + group * 2, taken)
                 cute.arch.fence_view_async_shared()
                 self.arrive_warp(bar["p_ready"])
+            ptx.wait(bar["dq_ready"], dq_phase)
+            dq_phase ^= 1
+            self.store_dq(at, n, bar, tmem, tile, part, group, side, row, unit)
 
     @cute.jit
     def store_operand(self, where, row, chunk, values):
@@ -364,65 +393,70 @@ class Backward(Forward):
         with cute.arch.elect_one():
             ptx.arrive(barrier)
 
-    # Does: adds dkv, stores dq. Lane l of tensor memory is column l of d (dkv), or row l % 64 (dq).
-    # Produces: dkv_free, dq_free. Consumes: dkv_ready, dq_ready, rows_ready.
+    # Does: adds dkv. Lane l of tensor memory is column l of a chunk of d. Produces: dkv_free.
+    # Consumes: dkv_ready, rows_ready.
     @cute.jit
-    def epilogue(self, at, n, by, smem, bar, tmem, part, warp, work, sm_scale):
+    def epilogue(self, at, n, by, smem, bar, tmem, warp, work, unit):
         plan = self.plan
         first, tiles, step = work
         lane = cute.arch.lane_idx()
         quadrant = warp - ROLE["epilogue"].first
+        lanes = tmem + (quadrant * WARP << 16)
         stage, phase = Int32(0), Int32(0)
-        dkv_phase, dq_phase = Int32(0), Int32(0)
-        row_bytes = Int64(n["G"]) * (plan.D * 4)
+        ring = (Int32(0), Int32(0))
+        row_bytes = n["G"] * (plan.D * 4)
         for tile in cutlass.range(first, tiles, step):
             b, _, g = split(tile, n["token_tiles"], n["G"])
-            # The first of the columns that this lane adds to, in row 0 of the batch entry and group.
-            target = at["dkv"] + Int64(b) * n["S_kv"] * row_bytes + Int64(g) * (plan.D * 4)
-            target += Int64(quadrant * WARP + lane // QUAD * QUAD) * 4
+            # The first of the four columns that this lane adds to, in row 0 of the batch entry and group.
+            target = at["dkv"] + Int64(b) * n["S_kv"] * row_bytes + g * (plan.D * 4)
+            target += Int64(quadrant * WARP + lane // 4 * 4) * 4
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
-                numbers = smem["row_numbers"] + (stage * BLOCK_K + lane % QUAD) * 4
-                for chunk in cutlass.range(TAIL_CHUNK, unroll=1):
-                    ptx.wait(bar["dkv_ready"], dkv_phase)
-                    dkv_phase ^= 1
-                    self.add_chunk(
-                        bar, tmem, False, target + chunk * (CHUNK * 4), row_bytes, numbers, lane, quadrant, sm_scale
-                    )
-                if const_expr(plan.tail):
-                    ptx.wait(bar["dkv_ready"], dkv_phase)
-                    dkv_phase ^= 1
-                    tail = target + (D_V - SPAN) * 4
-                    self.add_chunk(bar, tmem, True, tail, row_bytes, numbers, lane, quadrant, sm_scale)
+                # Of 8 keys, and columns of tensor memory, lane l has two: 2 (l % 4) and the next.
+                numbers = smem["row_numbers"] + (stage * BLOCK_K + lane % 4 * 2) * 4
+                rows = []
+                for eight in cutlass.range_constexpr(BLOCK_K // 8):
+                    rows += ptx.load_words(numbers + eight * 8 * 4, 2)
                 self.arrive_warp(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
-            ptx.wait(bar["dq_ready"], dq_phase)
-            dq_phase ^= 1
-            self.store_dq(at, n, bar, tmem, tile, part, quadrant // 2, quadrant % 2 * WARP + lane, sm_scale)
+                for chunk in cutlass.range(CHUNKS, unroll=1):
+                    self.add_chunk(bar, lanes, target + chunk * (CHUNK * 4), row_bytes, rows, ring, unit)
+                    ring = _next(*ring, DKV_STAGES)
+                if const_expr(plan.tail):
+                    # Lanes 0 to 63 have columns that another chunk has added.
+                    if quadrant < 2:
+                        ptx.wait(bar["dkv_ready"] + 8 * ring[0], ring[1])
+                        self.arrive_warp(bar["dkv_free"] + 8 * ring[0])
+                    else:
+                        self.add_chunk(bar, lanes, target + (D_V - SPAN) * 4, row_bytes, rows, ring, unit)
+                    ring = _next(*ring, DKV_STAGES)
 
     @cute.jit
-    def add_chunk(self, bar, tmem, is_tail: cutlass.Constexpr, target, row_bytes, numbers, lane, quadrant, sm_scale):
-        """Adds this lane's column of d of the block's 64 rows; by halves, since 64 values at once would spill."""
-        plan = self.plan
+    def add_chunk(self, bar, lanes, target, row_bytes, rows, ring, unit):
+        """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
+
+        They stand side by side in the workspace (`columns_of`), so an addition of a warp is four whole lines.
+        """
+        stage, phase = ring
+        ptx.wait(bar["dkv_ready"] + 8 * stage, phase)
         ptx.fence_after()
         for half in cutlass.range_constexpr(2):
-            values = ptx.load_columns(tmem + plan.tmem["ds_q"].start + half * HALF_K, HALF_K)
+            column = lanes + self.plan.tmem["dkv"].start + stage * BLOCK_K + half * HALF_K
+            # Register 4 i + 2 j + k: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k.
+            low, high = (ptx.load_fragments(column + (first << 16), HALF_K) for first in (0, WARP // 2))
             cute.arch.fence_view_async_tmem_load()
-            values = [x * sm_scale for x in values]
-            if const_expr(not is_tail):
-                plain = ptx.load_columns(tmem + plan.tmem["p_dout"].start + half * HALF_K, HALF_K)
-                cute.arch.fence_view_async_tmem_load()
-                values = [x + y for x, y in zip(values, plain, strict=True)]
             if const_expr(half == 1):
                 ptx.fence_before()
-                self.arrive_warp(bar["dkv_free"])
-            # Of the tail, lanes 0 to 63 have columns that another chunk has added.
-            mine = quadrant >= 2 if is_tail else Boolean(True)
-            add_rows(values, target, row_bytes, numbers + half * (HALF_K * 4), lane, mine)
+                self.arrive_warp(bar["dkv_free"] + 8 * stage)
+            for key in cutlass.range_constexpr(HALF_K // 4):
+                at = key // 2 * 4 + key % 2
+                row = rows[half * (HALF_K // 4) + key]
+                values = [x * unit for x in (low[at], low[at + 2], high[at], high[at + 2])]
+                ptx.add_global(target + Int64(row) * row_bytes, values, row >= 0)
 
     @cute.jit
-    def store_dq(self, at, n, bar, tmem, tile, part, side, row, sm_scale):
-        """dq of a tile: lanes 0 to 63 have the first half of each product's columns."""
+    def store_dq(self, at, n, bar, tmem, tile, part, group, side, row, unit):
+        """dq of a tile, half of the columns a warpgroup: lanes 0 to 63 have the first half of each product's."""
         plan = self.plan
         ptx.fence_after()
         b, s, g = split(tile, n["token_tiles"], n["G"])
@@ -431,54 +465,28 @@ class Backward(Forward):
         real = (head < n["heads_per_group"]) & (token < n["S"])
         which = (Int64(b) * n["S"] + token) * (n["G"] * n["heads_per_group"]) + g * n["heads_per_group"] + head
         target = at["dq"] + which * (plan.D * ITEM)
-        # (tensor-memory column, column of d in the first half of the lanes, distance of the other half's)
-        columns = [
-            (plan.tmem["dq"].start + x, x // (HALF // 2) * HALF + x % (HALF // 2), HALF // 2)
-            for x in range(0, HALF, WARP)
-        ]
+        # Of product j's 256 columns of d, tensor memory has 128 for each half of the lanes: one warpgroup a product.
+        for x in cutlass.range_constexpr(0, HALF // 2, WARP):
+            there = target + (group * HALF + side * (HALF // 2) + x) * ITEM
+            self.store_columns(tmem + plan.tmem["dq"].start + group * (HALF // 2) + x, WARP, there, real, unit)
         if const_expr(plan.tail):
-            columns.append((plan.tmem["dq_tail"].start, D_V, SPAN // 2))
-        for column, d_0, other in columns:
-            values = ptx.load_columns(tmem + column, WARP)
-            cute.arch.fence_view_async_tmem_load()
-            words = ptx.pack_halves([v * sm_scale for v in values], self.dtype)
-            if real:
-                there = target + (d_0 + side * other) * ITEM
-                for vector in cutlass.range_constexpr(WARP * ITEM // 16):
-                    ptx.store_global(there + vector * 16, words[4 * vector : 4 * vector + 4])
+            width = SPAN // 4
+            there = target + (D_V + side * (SPAN // 2) + group * width) * ITEM
+            self.store_columns(tmem + plan.tmem["dq_tail"].start + group * width, width, there, real, unit)
         ptx.fence_before()
         self.arrive_warp(bar["dq_free"])
+
+    @cute.jit
+    def store_columns(self, column, count: cutlass.Constexpr, target, real, unit):
+        """`count` columns of a row of dq."""
+        values = ptx.load_columns(column, count)
+        cute.arch.fence_view_async_tmem_load()
+        words = ptx.pack_halves([v * unit for v in values], self.dtype)
+        if real:
+            for vector in cutlass.range_constexpr(count * ITEM // 16):
+                ptx.store_global(target + vector * 16, words[4 * vector : 4 * vector + 4])
 
 
 def mn_major(leading: int) -> dict[str, int]:
     """Strides of a swizzled operand whose rows are K: spans of MN lie `leading` bytes apart."""
     return dict(leading=leading, stride=8 * SPAN * ITEM)
-
-
-@cute.jit
-def add_rows(values, target, row_bytes, numbers, lane, mine):
-    """Adds a column of 32 rows, turned so that a quad of lanes adds four columns of four rows; not of invalid slots."""
-    for quad in cutlass.range_constexpr(HALF_K // QUAD):
-        four = turn(values[QUAD * quad : QUAD * quad + QUAD], lane)
-        row = ptx.load_words(numbers + quad * QUAD * 4, 1)[0]
-        if mine & (row >= 0):
-            ptx.add_global(target + row * row_bytes, four)
-
-
-@cute.jit
-def turn(values, lane):
-    """Four lanes' 4 x 4 values transposed: lane `l` gets value `l % 4` of each of its quad."""
-    a, b, c, d = values
-    a, b = _trade(a, b, lane, 1)
-    c, d = _trade(c, d, lane, 1)
-    a, c = _trade(a, c, lane, 2)
-    b, d = _trade(b, d, lane, 2)
-    return a, b, c, d
-
-
-@cute.jit
-def _trade(a, b, lane, step: cutlass.Constexpr):
-    """A lower lane's second value for the first of the lane `step` above it."""
-    upper = (lane & step) != 0
-    other = cute.arch.shuffle_sync_bfly(a if upper else b, offset=step)
-    return (other if upper else a), (b if upper else other)

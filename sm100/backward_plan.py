@@ -23,8 +23,10 @@ from .plan import (
 )  # fmt: skip
 
 CHUNK = TMEM_LANES  # columns of d of a dkv product
+CHUNKS = D_V // CHUNK
 SPANS = D_V // SPAN
 KV_STAGES = 1
+DKV_STAGES = 2  # of dkv products in tensor memory: one is added while the next is made
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class BackwardPlan(Plan):
     @cached_property
     def barriers(self) -> tuple[Barrier, ...]:
         return (
-            Barrier("q_full", ("gather",)),
-            Barrier("q_free", ("mma",)),
+            Barrier("q_full", ("gather",), CHUNKS),
+            Barrier("q_free", ("mma",), CHUNKS),
             Barrier("kv_full", ("gather",)),
             Barrier("kv_free", ("mma",)),
             Barrier("rows_ready", ("index",), ROW_STAGES),
@@ -54,10 +56,10 @@ class BackwardPlan(Plan):
             Barrier("s_free", ("softmax",)),
             Barrier("p_ready", ("softmax",)),
             Barrier("p_free", ("mma",)),
-            Barrier("dkv_ready", ("mma",)),
-            Barrier("dkv_free", ("epilogue",)),
+            Barrier("dkv_ready", ("mma",), DKV_STAGES),
+            Barrier("dkv_free", ("epilogue",), DKV_STAGES),
             Barrier("dq_ready", ("mma",)),
-            Barrier("dq_free", ("epilogue",)),
+            Barrier("dq_free", ("softmax",)),
         )
 
     @cached_property
@@ -81,7 +83,7 @@ class BackwardPlan(Plan):
         """Tensor memory, in 32-bit columns of all 128 lanes."""
         sizes = {
             "dq": HALF, "dq_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2,
-            "ds_q": BLOCK_K, "p_dout": BLOCK_K,
+            "dkv": DKV_STAGES * BLOCK_K,
         }  # fmt: skip
         return lay_out(sizes)
 

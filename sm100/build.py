@@ -16,10 +16,11 @@ from .plan import Plan
 
 def example_arguments(plan: Plan) -> tuple:
     """Arguments of the right types for a compilation; see `__call__` of `Forward` and `Backward`."""
-    module, scales = (backward, 2) if isinstance(plan, BackwardPlan) else (forward, 1)
+    module = backward if isinstance(plan, BackwardPlan) else forward
     pointers, sizes = tuple(Int64(0) for _ in module.POINTERS), tuple(Int32(1) for _ in module.SIZES)
     strides = tuple(Int64(8) for _ in module.STRIDES)
-    return pointers, sizes, strides, *(Float32(1.0) for _ in range(scales)), Int32(1), cuda.CUstream(0)
+    scales = tuple(Float32(1.0) for _ in module.SCALES)
+    return pointers, sizes, strides, scales, Int32(1), cuda.CUstream(0)
 
 
 def compile_plan(plan: Plan) -> Any:

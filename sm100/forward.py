@@ -49,6 +49,7 @@ SIZES = (
 STRIDES = (
     "q_b", "q_s", "q_h", "kv_row", "i_b", "i_s", "i_g", "i_k", "n_b", "n_s", "n_g", "p_b", "p_s", "sink_h",
 )  # fmt: skip
+SCALES = ("scale_log2",)
 STEP = 16  # K of one tensor-core instruction
 STEPS = SPAN // STEP
 STEP_COLUMNS = STEP * ITEM // 4  # tensor-memory columns of a step of q
@@ -74,7 +75,7 @@ class Forward:
         pointers: tuple[(Int64,) * len(POINTERS)],
         sizes: tuple[(Int32,) * len(SIZES)],
         strides: tuple[(Int64,) * len(STRIDES)],
-        scale_log2: Float32,
+        scales: tuple[(Float32,) * len(SCALES)],
         ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -85,7 +86,7 @@ class Forward:
         token = Int64(n["G"] * n["heads_per_group"]) * D_V
         out_map = self.heads_map(at["out"], n, D_V, (token * n["S"], token, Int64(D_V)), store)
         kv_map = self.rows_map(at["kv"], n, by["kv_row"], load)
-        self.kernel((q_map, kv_map, out_map), pointers, sizes, strides, scale_log2).launch(
+        self.kernel((q_map, kv_map, out_map), pointers, sizes, strides, scales[0]).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(plan.ctas, 1, 1),

@@ -6,6 +6,7 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
 TOKENS_PER_TILE = (1, 2, 8)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
+SMALLEST_UNIT = -14  # as a power of two: fp16 holds P times its inverse
 ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 DEFAULT_MULTIPROCESSORS = 148
 # What runs a compiled kernel: called with it, its arguments, and the tensors that it touches by name.
@@ -213,7 +215,7 @@ def _launch(
     """`tensors` and `strides` in the kernel's order."""
     pointers = tuple(t.data_ptr() for t in tensors.values())
     tiles = min(call.tiles, max(1, multiprocessors(tensors["q"].device) // rows.ctas))
-    executor(kernel, (pointers, call.sizes, strides, *scales, tiles * rows.ctas), tensors)
+    executor(kernel, (pointers, call.sizes, strides, scales, tiles * rows.ctas), tensors)
 
 
 def _row_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -239,6 +241,23 @@ def fwd(
     return out, lse
 
 
+def backward_scales(sm_scale: float) -> tuple[float, float, float, float]:
+    """What the backward multiplies with: scores (in powers of two), P, dS, and the sums dq and dkv.
+
+    `sm_scale dS q + P dout` is one sum of products, `unit (ds_scale dS q + p_scale P dout)`: a power of two as unit
+    leaves P's rounding as it is and dS within a factor of two of its own size.
+    """
+    unit = 2.0 ** max(SMALLEST_UNIT, min(0, math.floor(math.log2(sm_scale)))) if sm_scale > 0 else 1.0
+    return max(sm_scale, SMALLEST_SCALE) * LOG2_E, 1 / unit, sm_scale / unit, unit
+
+
+def columns_of(workspace: Tensor) -> Tensor:
+    """The sums of dkv `[..., D]`, as a view, in the order of columns; the workspace has d, d + 8, d + 16, d + 24 of
+    each 32 side by side (see `Backward.add_chunk`).
+    """
+    return workspace.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).flatten(-3)
+
+
 def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
@@ -258,13 +277,16 @@ def bwd(
     kernel = _build().kernel(plan)
     stats = preprocess.row_stats(out, dout, lse, dlse, attn_sink)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
-    acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
+    # Adding -0.0 changes nothing, not even the sign of a zero.
+    acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
     call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
     tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
     strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
-    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))
-    _launch(kernel, call, plan.rows, tensors, strides, scales)
+    _launch(kernel, call, plan.rows, tensors, strides, backward_scales(float(sm_scale)))
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
-    if dkv is None and dkv_dtype in (None, kv.dtype):
-        return dq, acc.to(kv.dtype), d_sink
-    return dq, acc, d_sink
+    sums = columns_of(acc)
+    if dkv is None:
+        dkv = torch.empty(kv.shape, dtype=dkv_dtype or kv.dtype, device=device).copy_(sums)
+    else:
+        dkv += sums
+    return dq, dkv, d_sink

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, Uint32, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu, llvm, nvvm, vector
 from cutlass.cute.typing import AddressSpace
@@ -164,6 +164,15 @@ def load_columns(address: Int32, count: int) -> list[Float32]:
     return found
 
 
+def load_fragments(address: Int32, columns: int) -> list[Float32]:
+    """16 lanes by `columns` columns, as matrix fragments: lane l's register 4 i + 2 j + k is row l // 4 + 8 j, column
+    8 i + 2 (l % 4) + k; wait::ld before use.
+    """
+    out = primitives.tcgen05_ld("16x256b", tensor_memory(address), num=columns // 8)
+    words = [vector.extract(out, dynamic_position=[], static_position=[i]) for i in range(columns // 2)]
+    return [Float32(llvm.bitcast(T.f32(), word)) for word in words]
+
+
 def store_columns(address: Int32, values: Sequence[Float32]) -> None:
     words = [llvm.bitcast(T.i32(), v.ir_value()) for v in values]
     packed = vector.from_elements(T.vector(len(words), T.i32()), words)
@@ -205,12 +214,12 @@ def pack_halves(values: Sequence[Float32], dtype: type) -> list[Uint32]:
 # Global memory --------------------------------------------------------------------------------------------------------
 
 
-def add_global(address: Int64, values: Sequence[Float32]) -> None:
-    """Four consecutive fp32 added in one instruction; the address is a multiple of 16."""
+def add_global(address: Int64, values: Sequence[Float32], wanted: Boolean) -> None:
+    """Four consecutive fp32 added in one instruction, if wanted; the address is a multiple of 16."""
     llvm.inline_asm(
-        None, [_value(address, Int64), *(v.ir_value() for v in values)],
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        None, [_value(address, Int64), *(v.ir_value() for v in values), _value(wanted)],
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4}; }",
+        "l,f,f,f,f,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
 
 
