@@ -1,15 +1,20 @@
 """The SM100 backward's spec sheet, beside the forward's in `plan.py`: same roles, other areas and barriers.
 
-    one CTA = 64 query rows, alone; a tile of 128 rows is two CTAs that know nothing of each other
+    up to 64 query rows: one CTA, alone          128 rows: a pair of CTAs, each with half of the columns of d
 
-q and dout lie interleaved, span by span of 64 columns: read K-major, the 64 rows of a q span followed by those of the
-dout span are one operand of 128 rows, so one product gives S in lanes 0 to 63 and dP in lanes 64 to 127. Read MN-major,
-two q spans (or two dout spans) are 128 columns of d, the lanes of dkv^T = q^T dS (dout^T P), whose 64 columns are the
-keys. dq takes all lanes as O does in the forward: columns of d in two halves of the lanes.
+One CTA: q and dout lie interleaved, span by span of 64 columns: read K-major, the 64 rows of a q span followed by those
+of the dout span are one operand of 128 rows, so one product gives S in lanes 0 to 63 and dP in lanes 64 to 127. dq takes
+all lanes as O does in the forward: columns of d in two halves of the lanes.
 
-dkv has no staging: it goes from tensor memory through registers to global memory, a lane a column of d, so that a
-warp's adds are whole lines. Nothing is ever written over an operand that a product may still read, but P and dS, behind
-`p_free`; the exchange of S and dP uses their space, before they are written.
+A pair: each CTA has all 128 rows, and the left or the right half of the columns of q, dout, K and V; the even one has
+the tail. So each gathers half of the bytes, adds half of dkv, and the sum over 128 heads is made by the matrix unit. S
+and dP are partial sums: of 32 of the 64 keys each CTA gives its part to the other, of the other 32 it gets the rest and
+makes P and dS, which both need. All products are of one CTA.
+
+Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of dkv^T = q^T dS + dout^T P, whose 64 columns
+are the keys. dkv has no staging: it goes from tensor memory through registers to global memory. Nothing is ever written
+over an operand that a product may still read, but P and dS, behind `p_free`. What threads and CTAs tell each other about
+S and dP uses the space of P and dS, before they are written; a pair without a tail has room of its own for it.
 """
 
 from __future__ import annotations  # noqa: I001
@@ -18,46 +23,66 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .plan import (
-    BLOCK_K, D_V, HALF, ITEM, PIECE, ROW_STAGES, SMEM_LIMIT, SPAN, TMEM_COLUMNS, TMEM_LANES,
+    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SMEM_LIMIT, SPAN, TMEM_COLUMNS, TMEM_LANES, WARP,
     Area, Barrier, Plan, PlanError, check_areas, lay_out,
 )  # fmt: skip
 
 CHUNK = TMEM_LANES  # columns of d of a dkv product
-CHUNKS = D_V // CHUNK
-SPANS = D_V // SPAN
 KV_STAGES = 1
-DKV_STAGES = 2  # of dkv products in tensor memory: one is added while the next is made
 
 
 @dataclass(frozen=True)
 class BackwardPlan(Plan):
-    """What a backward is compiled for; `rows` as in the forward, 64 rows of it a CTA."""
+    """What a backward is compiled for; `rows` as in the forward.
+
+    `ordered`: dkv's terms are stored one by one, for a sum in fixed order, instead of added.
+    """
+
+    ordered: bool = False
 
     @property
-    def ctas(self) -> int:
-        """CTAs that work together: each works alone."""
-        return 1
+    def columns(self) -> int:
+        """Columns of d, without the tail, that a CTA has."""
+        return D_V // self.ctas
 
     @property
-    def parts(self) -> int:
-        """CTAs that a tile is cut into."""
-        return self.rows.ctas
+    def spans(self) -> int:
+        return self.columns // SPAN
+
+    @property
+    def chunks(self) -> int:
+        return self.columns // CHUNK
+
+    @property
+    def dkv_stages(self) -> int:
+        """Chunks of dkv in tensor memory: where it has room, one is added while the next is made."""
+        return 1 if self.pair and self.tail else 2
+
+    @property
+    def own_exchange(self) -> bool:
+        """Partial sums have their own place, so a block's scores may be made before the last dkv product."""
+        return self.pair and not self.tail
 
     @cached_property
     def barriers(self) -> tuple[Barrier, ...]:
+        both = (
+            Barrier("halves_ready", ("softmax",)),  # by the other CTA
+            *(() if self.own_exchange else (Barrier("halves_taken", ("softmax",), pair=True),)),
+        )
         return (
-            Barrier("q_full", ("gather",), CHUNKS),
-            Barrier("q_free", ("mma",), CHUNKS),
+            Barrier("q_full", ("gather",), self.chunks),
+            Barrier("q_free", ("mma",), self.chunks),
             Barrier("kv_full", ("gather",)),
             Barrier("kv_free", ("mma",)),
             Barrier("rows_ready", ("index",), ROW_STAGES),
             Barrier("rows_free", ("gather", "softmax", "epilogue"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             Barrier("s_free", ("softmax",)),
-            Barrier("p_ready", ("softmax",)),
-            Barrier("p_free", ("mma",)),
-            Barrier("dkv_ready", ("mma",), DKV_STAGES),
-            Barrier("dkv_free", ("epilogue",), DKV_STAGES),
+            *(both if self.pair else ()),
+            Barrier("p_ready", ("softmax",), pair=True),
+            Barrier("p_free", ("mma",), pair=True),
+            Barrier("dkv_ready", ("mma",), self.dkv_stages),
+            Barrier("dkv_free", ("epilogue",), self.dkv_stages),
             Barrier("dq_ready", ("mma",)),
             Barrier("dq_free", ("softmax",)),
         )
@@ -66,11 +91,16 @@ class BackwardPlan(Plan):
     def smem(self) -> dict[str, Area]:
         """Shared memory, in bytes; operands of the tensor core start on 1024."""
         tail_spans = self.tail // SPAN
+        # A span of q or dout: 128 rows of a pair; alone, 64 of q and 64 of dout.
+        heads = {"q": (self.spans + tail_spans) * 2 * PIECE, "dout": self.spans * 2 * PIECE}
+        if not self.pair:
+            heads = {"q": (2 * self.spans + tail_spans) * PIECE}
         sizes = {
-            "q_dout": (2 * SPANS + tail_spans) * PIECE,
-            "kv": KV_STAGES * (SPANS + tail_spans) * PIECE,
-            "p": PIECE,
-            "ds": PIECE,
+            **heads,
+            "kv": KV_STAGES * (self.spans + tail_spans) * PIECE,
+            "p": self.ctas * PIECE,
+            "ds": self.ctas * PIECE,
+            **({"exchange": self.exchange_bytes} if self.own_exchange else {}),
             "row_numbers": ROW_STAGES * BLOCK_K * 4,
             "slot_masks": ROW_STAGES * self.rows.tokens * BLOCK_K // 8,
             "barriers": 8 * sum(b.stages for b in self.barriers),
@@ -78,23 +108,30 @@ class BackwardPlan(Plan):
         }
         return lay_out(sizes, alignment=16)
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Of each softmax thread 16 fp32 of S or dP; of a pair of both."""
+        return ROLE["softmax"].warps * WARP * 16 * 4 * self.ctas
+
     @cached_property
     def tmem(self) -> dict[str, Area]:
         """Tensor memory, in 32-bit columns of all 128 lanes."""
-        sizes = {
-            "dq": HALF, "dq_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2,
-            "dkv": DKV_STAGES * BLOCK_K,
-        }  # fmt: skip
-        return lay_out(sizes)
+        if self.pair:
+            scores = {"dq_tail": self.tail, "s": BLOCK_K, "dp": BLOCK_K}
+        else:
+            scores = {"dq_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2}
+        return lay_out({"dq": HALF, **scores, "dkv": self.dkv_stages * BLOCK_K})
 
     def check(self) -> None:
         """Raise `PlanError` unless the hardware holds it."""
-        if self.D not in (D_V, D_V + SPAN) or self.parts not in (1, 2):
+        if self.D not in (D_V, D_V + SPAN) or self.ctas not in (1, 2):
             raise PlanError(f"no backward plan for D {self.D} with {self.rows}")
         check_areas("shared memory", tuple(self.smem.values()), SMEM_LIMIT)
         check_areas("tensor memory", tuple(self.tmem.values()), TMEM_COLUMNS)
-        for name in ("q_dout", "kv", "p", "ds"):
+        for name in ("q", "kv", "p", "ds"):
             if self.smem[name].start % 1024:
                 raise PlanError(f"shared memory: {name} starts at {self.smem[name].start}, no multiple of 1024")
         if ITEM * BLOCK_K * BLOCK_K != PIECE:
             raise PlanError(f"P and dS of {BLOCK_K} keys do not fill a piece of {PIECE} bytes")
+        if not self.own_exchange and self.smem["p"].size + self.smem["ds"].size < self.exchange_bytes:
+            raise PlanError(f"P and dS have no room for {self.exchange_bytes} bytes of partial sums")

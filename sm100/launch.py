@@ -282,6 +282,7 @@ def bwd(
     call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
     tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
     strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
+    call = call._replace(sizes=(*call.sizes, 0, call.tiles))
     _launch(kernel, call, plan.rows, tensors, strides, backward_scales(float(sm_scale)))
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     sums = columns_of(acc)

@@ -45,22 +45,31 @@ def wait(barrier: Int32, parity: Int32) -> None:
     cute.arch.mbarrier_wait(shared(barrier, Int64, 8), parity)
 
 
-def arrive(barrier: Int32, rank: int | None = None) -> None:
+def wait_cluster(barrier: Int32, parity: Int32) -> None:
+    """Wait for arrivals of the whole cluster: what its threads wrote before is seen."""
+    llvm.inline_asm(
+        None, [_value(barrier), _value(parity)],
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1, 10000000; "
+        "@!done bra AGAIN; }",
+        "r,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+
+
+def arrive(barrier: Int32, rank: Any = None) -> None:
     """One arrival on this CTA's barrier, or on that of the cluster's CTA `rank`."""
-    cute.arch.mbarrier_arrive(shared(barrier, Int64, 8), None if rank is None else Int32(rank))
+    scope = None if rank is None else nvvm.MemScopeKind.CLUSTER
+    cute.arch.mbarrier_arrive(shared(barrier, Int64, 8), None if rank is None else Int32(rank), scope=scope)
 
 
 def arrive_expect(barrier: Int32, size: int) -> None:
     cute.arch.mbarrier_arrive_and_expect_tx(shared(barrier, Int64, 8), size)
 
 
-def commit(barrier: Int32, pair: bool) -> None:
-    """One arrival, in both CTAs of a pair, when this thread's earlier tensor-core work is done."""
-    if pair:
-        group = primitives.CTAGroup.CTA_2
-        primitives.tcgen05_commit(shared(barrier, Int64, 8).to_llvm_ptr(), multicast_mask=Int16(PAIR), group=group)
-    else:
-        primitives.tcgen05_commit(shared(barrier, Int64, 8).to_llvm_ptr(), group=primitives.CTAGroup.CTA_1)
+def commit(barrier: Int32, pair: bool, multicast: bool | None = None) -> None:
+    """One arrival when this thread's earlier work, of a pair or of one CTA, is done; by multicast in both CTAs."""
+    mask = Int16(PAIR) if (pair if multicast is None else multicast) else None
+    group = primitives.CTAGroup.CTA_2 if pair else primitives.CTAGroup.CTA_1
+    primitives.tcgen05_commit(shared(barrier, Int64, 8).to_llvm_ptr(), multicast_mask=mask, group=group)
 
 
 # Tensor maps ----------------------------------------------------------------------------------------------------------
@@ -201,6 +210,20 @@ def store_words(address: Int32, values: Sequence[Any]) -> None:
     llvm.store(packed, shared(address, kind, 4 * len(values)).to_llvm_ptr(), alignment=4 * len(values))
 
 
+def in_other(address: Int32, rank: Int32) -> Int32:
+    """A shared-memory address of CTA `rank` of a pair, as an address of the cluster in the other CTA."""
+    space = llvm.PointerType.get(SHARED_CLUSTER)
+    return Int32(llvm.ptrtoint(T.i32(), nvvm.mapa(space, shared(address).to_llvm_ptr(), _value(1 - rank))))
+
+
+def store_cluster(address: Int32, values: Sequence[Any]) -> None:
+    """Four consecutive 32-bit words of one type, to an address of the cluster."""
+    kind = type(values[0])
+    packed = vector.from_elements(T.vector(len(values), kind.mlir_type), [v.ir_value() for v in values])
+    pointer = llvm.inttoptr(llvm.PointerType.get(SHARED_CLUSTER), _value(address))
+    llvm.store(packed, pointer, alignment=4 * len(values))
+
+
 def pack_halves(values: Sequence[Float32], dtype: type) -> list[Uint32]:
     """Pairs of fp32 rounded to 16 bits, the first in the low half."""
     words = []
@@ -214,11 +237,20 @@ def pack_halves(values: Sequence[Float32], dtype: type) -> list[Uint32]:
 # Global memory --------------------------------------------------------------------------------------------------------
 
 
-def add_global(address: Int64, values: Sequence[Float32], wanted: Boolean) -> None:
+def add_quad(address: Int64, values: Sequence[Float32], wanted: Boolean) -> None:
     """Four consecutive fp32 added in one instruction, if wanted; the address is a multiple of 16."""
+    _put_quad("red.relaxed.gpu.global.add.v4.f32", address, values, wanted)
+
+
+def store_quad(address: Int64, values: Sequence[Float32], wanted: Boolean) -> None:
+    """The same, stored."""
+    _put_quad("st.global.v4.f32", address, values, wanted)
+
+
+def _put_quad(instruction: str, address: Int64, values: Sequence[Float32], wanted: Boolean) -> None:
     llvm.inline_asm(
         None, [_value(address, Int64), *(v.ir_value() for v in values), _value(wanted)],
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4}; }",
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p " + instruction + " [$0], {$1, $2, $3, $4}; }",
         "l,f,f,f,f,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
 

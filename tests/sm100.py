@@ -68,8 +68,8 @@ def call_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Report]:  # fmt: skip
     """`(dq, dkv, d_sink, report)` of the public backward with `backend="sm100"`, tiles spread over so many CTAs."""
     heads = inputs.q.shape[-2] // inputs.kv.shape[-2]
-    parts = 2 if heads * tokens_per_tile > 64 else 1
-    with project_sm100.simulated(multiprocessors=ctas * parts, **options) as recorder:
+    width = 2 if heads * tokens_per_tile > 64 else 1
+    with project_sm100.simulated(multiprocessors=ctas * width, **options) as recorder:
         gradients = cute_sparse_mla.bwd(
             inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, dlse=inputs.dlse, dkv=dkv, backend="sm100",
             config=SparseAttentionConfig(tokens_per_tile=tokens_per_tile), **inputs.options,
