@@ -174,9 +174,7 @@ class Backward(Forward):
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
                 if i == 0:
-                    self.load_chunks(
-                        smem, bar, half, rank, q_map, dout_map, (s, g, b), q_phase, (early, plan.chunks)
-                    )
+                    self.load_chunks(smem, bar, half, rank, q_map, dout_map, (s, g, b), q_phase, (early, plan.chunks))
             q_phase ^= 1
 
     @cute.jit

@@ -3,8 +3,8 @@
     up to 64 query rows: one CTA, alone          128 rows: a pair of CTAs, each with half of the columns of d
 
 One CTA: q and dout lie interleaved, span by span of 64 columns: read K-major, the 64 rows of a q span followed by those
-of the dout span are one operand of 128 rows, so one product gives S in lanes 0 to 63 and dP in lanes 64 to 127. dq takes
-all lanes as O does in the forward: columns of d in two halves of the lanes.
+of the dout span are one operand of 128 rows, so one product gives S in lanes 0 to 63 and dP in lanes 64 to 127. dq
+takes all lanes as O does in the forward: columns of d in two halves of the lanes.
 
 A pair: each CTA has all 128 rows, and the left or the right half of the columns of q, dout, K and V; the even one has
 the tail. So each gathers half of the bytes, adds half of dkv, and the sum over 128 heads is made by the matrix unit. S
@@ -13,8 +13,8 @@ makes P and dS, which both need. All products are of one CTA.
 
 Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of dkv^T = q^T dS + dout^T P, whose 64 columns
 are the keys. dkv has no staging: it goes from tensor memory through registers to global memory. Nothing is ever written
-over an operand that a product may still read, but P and dS, behind `p_free`. What threads and CTAs tell each other about
-S and dP uses the space of P and dS, before they are written; a pair without a tail has room of its own for it.
+over an operand that a product may still read, but P and dS, behind `p_free`. What threads and CTAs tell each other
+about S and dP uses the space of P and dS, before they are written; a pair without a tail has room of its own for it.
 """
 
 from __future__ import annotations  # noqa: I001
@@ -135,3 +135,23 @@ class BackwardPlan(Plan):
             raise PlanError(f"P and dS of {BLOCK_K} keys do not fill a piece of {PIECE} bytes")
         if not self.own_exchange and self.smem["p"].size + self.smem["ds"].size < self.exchange_bytes:
             raise PlanError(f"P and dS have no room for {self.exchange_bytes} bytes of partial sums")
+
+
+STATS_WARPS, ROWS_PER_WARP = 8, 4  # of the kernel in `preprocess.py`
+SUM_WARPS = 4  # of the kernel in `ordered.py`; a row each
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What the preprocess is compiled for."""
+
+    dtype: str
+    arch: str = "sm_100a"
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """What the ordered sum is compiled for."""
+
+    D: int
+    arch: str = "sm_100a"

@@ -9,32 +9,40 @@ from typing import Any
 import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, Int64, cute
 
-from . import backward, cache, forward
-from .backward_plan import BackwardPlan
+from . import backward, cache, forward, ordered, preprocess
+from .backward_plan import BackwardPlan, RowPlan, SumPlan
 from .plan import Plan
 
-
-def example_arguments(plan: Plan) -> tuple:
-    """Arguments of the right types for a compilation; see `__call__` of `Forward` and `Backward`."""
-    module = backward if isinstance(plan, BackwardPlan) else forward
-    pointers, sizes = tuple(Int64(0) for _ in module.POINTERS), tuple(Int32(1) for _ in module.SIZES)
-    strides = tuple(Int64(8) for _ in module.STRIDES)
-    scales = tuple(Float32(1.0) for _ in module.SCALES)
-    return pointers, sizes, strides, scales, Int32(1), cuda.CUstream(0)
-
-
-def compile_plan(plan: Plan) -> Any:
-    """The forward or backward of a plan, compiled anew."""
-    function = backward.Backward(plan) if isinstance(plan, BackwardPlan) else forward.Forward(plan)
-    return cute.compile(function, *example_arguments(plan), options=_options(plan))
+AnyPlan = Plan | RowPlan | SumPlan
+# Kind of plan -> the module with the names of the arguments, and the kernel.
+KERNELS: dict[type, tuple[Any, type]] = {
+    Plan: (forward, forward.Forward),
+    BackwardPlan: (backward, backward.Backward),
+    RowPlan: (preprocess, preprocess.Preprocess),
+    SumPlan: (ordered, ordered.OrderedSum),
+}
 
 
-def _options(plan: Plan) -> str:
+def example_arguments(plan: AnyPlan) -> tuple:
+    """Arguments of the right types for a compilation; see `__call__` of the kernel."""
+    module, _ = KERNELS[type(plan)]
+    values = {"POINTERS": Int64(0), "SIZES": Int32(1), "STRIDES": Int64(8), "SCALES": Float32(1.0)}
+    lists = (tuple(value for _ in getattr(module, name, ())) for name, value in values.items())
+    return *filter(None, lists), Int32(1), cuda.CUstream(0)
+
+
+def compile_plan(plan: AnyPlan) -> Any:
+    """The kernel of a plan, compiled anew."""
+    _, kind = KERNELS[type(plan)]
+    return cute.compile(kind(plan), *example_arguments(plan), options=_options(plan))
+
+
+def _options(plan: AnyPlan) -> str:
     return f"--enable-tvm-ffi --gpu-arch {plan.arch}"
 
 
 @functools.cache
-def kernel(plan: Plan) -> Callable[..., Any]:
+def kernel(plan: AnyPlan) -> Callable[..., Any]:
     """The compiled kernel of a plan: from memory, from disk, or compiled now."""
     name = cache.key(f"{plan} {_options(plan)}")
     found = cache.load(name)

@@ -17,8 +17,17 @@ from .. import env
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from . import preprocess, unions
-from .backward_plan import CHUNK, KV_STAGES, BackwardPlan
+from . import unions
+from .backward_plan import (
+    CHUNK,
+    KV_STAGES,
+    ROWS_PER_WARP,
+    STATS_WARPS,
+    SUM_WARPS,
+    BackwardPlan,
+    RowPlan,
+    SumPlan,
+)  # fmt: skip
 from .heads import ROWS_PER_CTA, Rows, rows_for
 from .plan import BLOCK_K, D_V, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
@@ -30,8 +39,12 @@ DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
 TOKENS_PER_TILE = (1, 2, 8)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
+SLOTS_AT = 4  # where a call's sizes have the slots of a tile
 SMALLEST_UNIT = -14  # as a power of two: fp16 holds P times its inverse
 ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
+# Bytes that a deterministic backward may hold beside fp32 dkv and per-row values: a part of the terms of dkv, and for
+# each of its slots row numbers and their sorted order while torch sorts them.
+WORKSPACE, SORT_BYTES = 240 * 2**20, 64
 DEFAULT_MULTIPROCESSORS = 148
 # What runs a compiled kernel: called with it, its arguments, and the tensors that it touches by name.
 Executor = Callable[[Callable[..., Any], tuple, dict[str, Tensor]], None]
@@ -39,7 +52,7 @@ Executor = Callable[[Callable[..., Any], tuple, dict[str, Tensor]], None]
 
 def run_on_device(kernel: Callable[..., Any], arguments: tuple, tensors: dict[str, Tensor]) -> None:
     """Launch on the current stream of the tensors' device."""
-    kernel(*arguments, torch.cuda.current_stream(tensors["q"].device).cuda_stream)
+    kernel(*arguments, torch.cuda.current_stream(next(iter(tensors.values())).device).cuda_stream)
 
 
 executor: Executor = run_on_device
@@ -83,11 +96,11 @@ def plan_of(problem: Problem, config: SparseAttentionConfig, device: torch.devic
 
 
 def backward_plan_of(
-    problem: Problem, config: SparseAttentionConfig, device: torch.device | None = None
+    problem: Problem, config: SparseAttentionConfig, device: torch.device | None = None, ordered: bool = False
 ) -> BackwardPlan:
-    """The same for the backward."""
+    """The same for the backward; `ordered`, for a deterministic one."""
     plan = plan_of(problem, config, device)
-    return BackwardPlan(plan.D, plan.dtype, plan.index_dtype, plan.rows, plan.arch)
+    return BackwardPlan(plan.D, plan.dtype, plan.index_dtype, plan.rows, plan.arch, ordered)
 
 
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
@@ -130,8 +143,14 @@ def _build() -> ModuleType:
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
     device = torch.device("cuda") if torch.cuda.is_available() else None
-    for plan_for in (plan_of, *((backward_plan_of,) if backward else ())):
-        _build().kernel(plan_for(problem, config, device))
+    plans: list[Plan | RowPlan | SumPlan] = [plan_of(problem, config, device)]
+    if backward:
+        plan = backward_plan_of(problem, config, device, torch.are_deterministic_algorithms_enabled())
+        plans += [plan, RowPlan(plan.dtype, plan.arch)]
+        if plan.ordered:
+            plans.append(SumPlan(plan.D, plan.arch))
+    for kernel in plans:
+        _build().kernel(kernel)
 
 
 @functools.cache
@@ -174,6 +193,7 @@ class _Call(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # kv_row to p_s
     tiles: int
+    causal: bool  # whether the kernel has to look at positions
 
 
 def _call(
@@ -206,16 +226,25 @@ def _call(
         *((0, 0, 0) if lengths is None else lengths.stride()),
         *((0, 0) if positions is None else positions.stride()),
     )  # fmt: skip
-    return _Call(tensors, sizes, strides, B * tiles * problem.G)
+    return _Call(tensors, sizes, strides, B * tiles * problem.G, causal)
 
 
 def _launch(
-    kernel: Callable[..., Any], call: _Call, rows: Rows, tensors: dict[str, Tensor], strides: tuple, scales: tuple
-) -> None:
+    kernel: Callable[..., Any], call: _Call, rows: Rows, tensors: dict[str, Tensor], strides: tuple, scales: tuple,
+    tiles: int,
+) -> None:  # fmt: skip
     """`tensors` and `strides` in the kernel's order."""
-    pointers = tuple(t.data_ptr() for t in tensors.values())
-    tiles = min(call.tiles, max(1, multiprocessors(tensors["q"].device) // rows.ctas))
-    executor(kernel, (pointers, call.sizes, strides, scales, tiles * rows.ctas), tensors)
+    ctas = min(tiles, _concurrent(rows, tensors["q"].device)) * rows.ctas
+    executor(kernel, (_pointers(tensors), call.sizes, strides, scales, ctas), tensors)
+
+
+def _concurrent(rows: Rows, device: torch.device) -> int:
+    """Tiles that the device works on at a time."""
+    return max(1, multiprocessors(device) // rows.ctas)
+
+
+def _pointers(tensors: dict[str, Tensor]) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for t in tensors.values())
 
 
 def _row_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -237,7 +266,7 @@ def fwd(
     sink = _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink
     tensors = {"q": q, **call.tensors, "sink": sink, "out": out, "lse": lse}
     strides = (*_row_strides(q), *call.strides, 0 if attn_sink is None else attn_sink.stride(0))
-    _launch(kernel, call, plan.rows, tensors, strides, (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,))
+    _launch(kernel, call, plan.rows, tensors, strides, (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,), call.tiles)
     return out, lse
 
 
@@ -258,32 +287,108 @@ def columns_of(workspace: Tensor) -> Tensor:
     return workspace.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).flatten(-3)
 
 
+def row_stats(
+    problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, attn_sink: Tensor | None, arch: str
+) -> Tensor:
+    """`stats [4, B, S, H]`, fp32, of `preprocess.py`."""
+    B, S, H = lse.shape
+    stats = torch.empty((4, B, S, H), dtype=torch.float32, device=out.device)
+    kernel = _build().kernel(RowPlan(str(problem.dtype).split(".")[1], arch))
+    tensors = {
+        "out": out,
+        "dout": dout,
+        "lse": lse,
+        "dlse": _scalar(out.device, 0.0, torch.float32) if dlse is None else dlse,
+        "sink": _scalar(out.device, float("-inf"), torch.float32) if attn_sink is None else attn_sink,
+        "stats": stats,
+    }
+    strides = (
+        *out.stride()[:3], *dout.stride()[:3], *lse.stride(),
+        *((0, 0, 0) if dlse is None else dlse.stride()),
+        0 if attn_sink is None else attn_sink.stride(0),
+    )  # fmt: skip
+    ctas = -(-lse.numel() // (STATS_WARPS * ROWS_PER_WARP))
+    executor(kernel, (_pointers(tensors), (B, S, H), strides, ctas), tensors)
+    return stats
+
+
+def terms_at_a_time(slots: int, D: int, concurrent: int) -> int:
+    """Tiles of so many slots whose terms of dkv `WORKSPACE` holds: whole rounds of the device where they fit."""
+    tiles = WORKSPACE // (slots * (4 * D + SORT_BYTES))
+    if tiles == 0:
+        most = WORKSPACE // (4 * D + SORT_BYTES)
+        raise UnsupportedError(
+            f"deterministic=True on sm100 takes up to {most} slots of a tile at D = {D}, not {slots}; "
+            "backend='reference' takes any number"
+        )
+    return tiles // concurrent * concurrent or tiles
+
+
+def _ordered_sums(
+    problem: Problem, plan: BackwardPlan, call: _Call, tensors: dict[str, Tensor], strides: tuple, scales: tuple
+) -> None:
+    """The backward in parts of some tiles: the terms of dkv are stored, sorted by row and added in order of slots."""
+    sums, device = tensors["dkv"], tensors["q"].device
+    rows, slots = sums.numel() // plan.D, call.sizes[SLOTS_AT]
+    tiles = min(call.tiles, terms_at_a_time(slots, plan.D, _concurrent(plan.rows, device)))
+    terms = torch.empty((tiles * slots, plan.D), dtype=torch.float32, device=device)
+    kernel, add = (_build().kernel(p) for p in (plan, SumPlan(plan.D, plan.arch)))
+    for first in range(0, call.tiles, tiles):
+        end = min(first + tiles, call.tiles)
+        part = call._replace(sizes=(*call.sizes, first, end))
+        _launch(kernel, part, plan.rows, {**tensors, "dkv": terms}, strides, scales, end - first)
+        targets, order = _term_rows(problem, call, first, end).sort(stable=True)
+        starts = torch.searchsorted(targets, torch.arange(rows + 1, device=device))
+        touched = {"terms": terms, "order": order, "starts": starts, "sums": sums}
+        executor(add, (_pointers(touched), (rows,), -(-rows // SUM_WARPS)), touched)
+
+
+def _term_rows(problem: Problem, call: _Call, first: int, end: int) -> Tensor:
+    """The row of `sums` that each slot of the tiles `[first, end)` adds to; past the last row for an invalid slot."""
+    indices, device = call.tensors["indices"], call.tensors["indices"].device
+    _, tiles, groups, slots = indices.shape
+    tile = torch.arange(first, end, device=device)
+    b, s, g = tile // groups // tiles, tile // groups % tiles, tile % groups
+    rows = indices[b, s, g].long()
+    limit = torch.full_like(tile, problem.S_kv)
+    if call.causal:
+        positions = call.tensors["positions"]
+        at = s + problem.S_kv - problem.S if positions.dim() < 2 else positions[b, s]
+        limit = torch.minimum(limit, at + 1)
+    valid = (rows >= 0) & (rows < limit[:, None])
+    if call.tensors["lengths"].dim() > 1:
+        valid &= torch.arange(slots, device=device) < call.tensors["lengths"][b, s, g][:, None]
+    row = (b[:, None] * problem.S_kv + rows) * groups + g[:, None]
+    return torch.where(valid, row, problem.B * problem.S_kv * groups).flatten()
+
+
 def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
     attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`(dq, dkv, d_sink)`: per-row values in torch, the main kernel, and the rounding of dkv unless fp32 is wanted.
+    """`(dq, dkv, d_sink)`: per-row values, the main kernel, and dkv in the order of columns and the dtype wanted.
 
-    Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), and `preprocess.WORKSPACE`.
+    Workspace: fp32 dkv (4 bytes per element of kv) and 16 bytes per (token, head).
+    Deterministic: each row of dkv is the sum of its terms in order of tokens and slots. They pass through at most
+    `WORKSPACE` bytes (252 MB), so tiles run in parts, of 53 tokens at K 2048 and D 576: each term is written and read
+    again, and where a part has fewer tiles than the device has multiprocessors, some of those idle.
     """
-    if deterministic:
-        raise UnsupportedError(
-            "the sm100 backward adds dkv in no fixed order: deterministic=True is not supported; "
-            "backend='reference' is deterministic"
-        )
     B, S, H, device = problem.B, problem.S, problem.H, q.device
-    plan = backward_plan_of(problem, config, device)
-    kernel = _build().kernel(plan)
-    stats = preprocess.row_stats(out, dout, lse, dlse, attn_sink)
+    plan = backward_plan_of(problem, config, device, deterministic)
+    stats = row_stats(problem, out, dout, lse, dlse, attn_sink, plan.arch)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
     acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
     call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
     tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
     strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
-    call = call._replace(sizes=(*call.sizes, 0, call.tiles))
-    _launch(kernel, call, plan.rows, tensors, strides, backward_scales(float(sm_scale)))
+    scales = backward_scales(float(sm_scale))
+    if deterministic:
+        _ordered_sums(problem, plan, call, tensors, strides, scales)
+    else:
+        whole = call._replace(sizes=(*call.sizes, 0, call.tiles))
+        _launch(_build().kernel(plan), whole, plan.rows, tensors, strides, scales, call.tiles)
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     sums = columns_of(acc)
     if dkv is None:

@@ -1,38 +1,98 @@
-"""Per-row values of the backward, in plain torch, a bounded number of tokens at a time.
+"""Per-row values of the backward: four rows a warp, a row being one head of one token.
 
     Delta = sum_d dout out            w = sigmoid(lse - sink)   (1 without a sink, 0 for an empty row)
     stats [4, B, S, H] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), w, dlse - w Delta, (1 - w) Delta }
 
 The main kernel needs one exponential per score: `p_hat = exp2(s - stats0)`, `P = stats1 p_hat`,
-`dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`, over the real heads, the only ones there are.
+`dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. Rows are numbered through all tokens and real heads, the
+only ones there are: no tile of heads or tokens, nothing padded, no buffer that is read past its end.
 """
 
-from __future__ import annotations
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
 
-import torch
-from torch import Tensor
+from . import ptx
+from .backward_plan import ROWS_PER_WARP, STATS_WARPS, RowPlan
+from .forward import DTYPES, _global, _named
+from .plan import D_V, ITEM, LOG2_E, WARP
 
-from .plan import LOG2_E
+POINTERS = ("out", "dout", "lse", "dlse", "sink", "stats")
+SIZES = ("B", "S", "H")
+# Of a tensor that is left out, a scalar with strides 0 stands in.
+STRIDES = (
+    "o_b", "o_s", "o_h", "do_b", "do_s", "do_h", "l_b", "l_s", "l_h", "dl_b", "dl_s", "dl_h", "sink_h",
+)  # fmt: skip
+VECTOR = 8  # columns of one load
 
-WORKSPACE = 64 * 2**20  # bytes of fp32 copies of out and dout at a time
 
+class Preprocess:
+    """The kernel of one plan."""
 
-def row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None) -> Tensor:
-    """`stats [4, B, S, H]` fp32 from `out`, `dout [B, S, H, 512]`, `lse`, `dlse [B, S, H]`, `sink [H]`."""
-    B, S, H, d_v = out.shape
-    stats = torch.empty((4, B, S, H), dtype=torch.float32, device=out.device)
-    tokens = max(1, WORKSPACE // (2 * 4 * max(1, H * d_v)))
-    for b in range(B):
-        for first in range(0, S, tokens):
-            span = slice(first, first + tokens)
-            torch.sum(out[b, span].float().mul_(dout[b, span]), dim=-1, out=stats[3, b, span])
-    delta = stats[3]
-    gap = lse - float("-inf") if sink is None else lse - sink
-    empty = lse == float("-inf")
-    stats[0] = (lse * LOG2_E).masked_fill_(empty, float("inf"))
-    stats[1] = torch.sigmoid(gap).masked_fill_(empty, 0.0)
-    offset = -stats[1] * delta
-    stats[2] = (offset if dlse is None else offset + dlse).masked_fill_(empty, 0.0)
-    delta *= torch.sigmoid(-gap).masked_fill_(empty, 0.0)
-    delta.masked_fill_(empty, 0.0)
-    return stats
+    def __init__(self, plan: RowPlan) -> None:
+        self.plan = plan
+        self.dtype = DTYPES[plan.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        pointers: tuple[(Int64,) * len(POINTERS)],
+        sizes: tuple[(Int32,) * len(SIZES)],
+        strides: tuple[(Int64,) * len(STRIDES)],
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(pointers, sizes, strides).launch(grid=(ctas, 1, 1), block=(STATS_WARPS * WARP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, pointers, sizes, strides):
+        at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        rows = n["B"] * n["S"] * n["H"]
+        first = (block * STATS_WARPS + cute.arch.warp_idx()) * ROWS_PER_WARP
+        deltas = []
+        for i in cutlass.range_constexpr(ROWS_PER_WARP):
+            # Rows past the end repeat the last one, and are not stored.
+            b, s, h = self.place(cutlass.min(first + i, rows - 1), n)
+            ours = at["out"] + (b * by["o_b"] + s * by["o_s"] + h * by["o_h"]) * ITEM
+            other = at["dout"] + (b * by["do_b"] + s * by["do_s"] + h * by["do_h"]) * ITEM
+            part = Float32(0.0)
+            for start in cutlass.range_constexpr(0, D_V, WARP * VECTOR):
+                column = Int64((start + lane * VECTOR) * ITEM)
+                pairs = zip(*(ptx.load_halves(x + column, VECTOR, self.dtype) for x in (ours, other)), strict=True)
+                for x, y in pairs:
+                    part += x * y
+            deltas.append(part)
+        for step in cutlass.range_constexpr(5):
+            deltas = [x + cute.arch.shuffle_sync_bfly(x, offset=16 >> step) for x in deltas]
+        self.finish(at, n, by, lane, first, rows, deltas)
+
+    @cute.jit
+    def finish(self, at, n, by, lane, first, rows, deltas):
+        """Lane i stores the values of row `first + i`."""
+        delta = deltas[0]
+        for i in cutlass.range_constexpr(1, ROWS_PER_WARP):
+            delta = deltas[i] if lane == i else delta
+        row = first + lane
+        if (lane < ROWS_PER_WARP) & (row < rows):
+            b, s, h = self.place(row, n)
+            lse = _global(at["lse"], Float32)[b * by["l_b"] + s * by["l_s"] + h * by["l_h"]]
+            dlse = _global(at["dlse"], Float32)[b * by["dl_b"] + s * by["dl_s"] + h * by["dl_h"]]
+            gap = lse - _global(at["sink"], Float32)[h * by["sink_h"]]
+            # sigmoid(gap) and sigmoid(-gap), from a power that is never above 1.
+            power = cute.math.exp2((gap if gap < 0.0 else -gap) * LOG2_E, fastmath=True)
+            larger = Float32(1.0) / (1.0 + power)
+            smaller = power * larger
+            w, rest = (larger if gap >= 0.0 else smaller), (smaller if gap >= 0.0 else larger)
+            values = [lse * LOG2_E, w, dlse - w * delta, rest * delta]
+            if lse == -Float32.inf:
+                values = [Float32.inf, Float32(0.0), Float32(0.0), Float32(0.0)]
+            stats = _global(at["stats"], Float32)
+            for plane in cutlass.range_constexpr(4):
+                stats[Int64(rows) * plane + row] = values[plane]
+
+    def place(self, row, n):
+        """(batch, token, head) of a row; they fit: out of 2**31 rows would fill 2 TB."""
+        token = row // n["H"]
+        return Int64(token // n["S"]), Int64(token % n["S"]), Int64(row % n["H"])

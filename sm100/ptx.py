@@ -255,6 +255,23 @@ def _put_quad(instruction: str, address: Int64, values: Sequence[Float32], wante
     )  # fmt: skip
 
 
+def load_quad(address: Int64) -> list[Float32]:
+    """Four consecutive fp32; the address is a multiple of 16."""
+    return _load_global(address, 4, Float32)
+
+
+def load_halves(address: Int64, count: int, dtype: type) -> list[Float32]:
+    """Consecutive elements of 16 bits, as fp32; the address is a multiple of the `count` elements' size."""
+    return [x.to(Float32) for x in _load_global(address, count, dtype)]
+
+
+def _load_global(address: Int64, count: int, kind: type) -> list[Any]:
+    size = count * kind.width // 8
+    pointer = cute.make_ptr(kind, address, AddressSpace.gmem, assumed_align=size).to_llvm_ptr()
+    out = llvm.load(T.vector(count, kind.mlir_type), pointer, alignment=size)
+    return [kind(vector.extract(out, dynamic_position=[], static_position=[i])) for i in range(count)]
+
+
 def store_global(address: Int64, words: Sequence[Uint32]) -> None:
     """Four consecutive 32-bit words; the address is a multiple of 16."""
     packed = vector.from_elements(T.vector(len(words), T.i32()), [w.ir_value() for w in words])

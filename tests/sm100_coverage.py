@@ -12,6 +12,7 @@ from bench.cases import Case
 from . import sm100
 from .ptx_sim import coverage
 
+BACKWARD_KERNELS = ("sm100 row values", "sm100 backward", "sm100 ordered sum")  # the last of a deterministic call
 LIST = Path(__file__).parent / "ptx_sim" / "coverage_sm100.md"
 BASE = Case(
     S=4, S_kv=200, K=130, H=24, invalid="shuffled", sink="random", dlse=True, causal=True, length="random"
@@ -31,9 +32,13 @@ def forms(case: Case, tokens_per_tile: int) -> Iterator[tuple[str, list[str]]]:
     """`(kernel, forms)` of the forward and of the backward of a case."""
     inputs = case.inputs(seed=1)
     out, lse, forward = sm100.call(inputs, tokens_per_tile=tokens_per_tile)
-    *_, backward = sm100.call_backward(inputs, out, lse, tokens_per_tile=tokens_per_tile)
     yield "sm100 forward", coverage.executed_forms(forward)
-    yield "sm100 backward", coverage.executed_forms(backward)
+    for deterministic in (False, True):
+        *_, reports = sm100.call_backward(
+            inputs, out, lse, tokens_per_tile=tokens_per_tile, deterministic=deterministic
+        )
+        for name, report in zip(BACKWARD_KERNELS, reports, strict=False):
+            yield name, coverage.executed_forms(report)
 
 
 def main() -> None:

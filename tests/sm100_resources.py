@@ -13,34 +13,43 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from .ptx_sim import capture_cute
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results" / "sm100_resources.jsonl"
 ARCHITECTURES = ("sm_100a", "sm_103a")
+DTYPES = ("bfloat16", "float16")
+KINDS = {"Plan": "forward", "BackwardPlan": "backward", "RowPlan": "row values", "SumPlan": "ordered sum"}
 
 
 def plans() -> Iterator[object]:
     """Every plan that the launch code can ask for, for each architecture."""
-    from cute_sparse_mla.sm100.backward_plan import BackwardPlan
+    from cute_sparse_mla.sm100.backward_plan import BackwardPlan, RowPlan, SumPlan
     from cute_sparse_mla.sm100.heads import rows_for
     from cute_sparse_mla.sm100.launch import TOKENS_PER_TILE
     from cute_sparse_mla.sm100.plan import Plan
 
-    for kind, arch, D in itertools.product((Plan, BackwardPlan), ARCHITECTURES, (512, 576)):
-        for dtype in ("bfloat16", "float16"):
-            for tokens in TOKENS_PER_TILE:
-                for rows in (64, 128):
-                    for index in ("int32", "int64") if tokens == 1 else ("int32",):
-                        yield kind(D, dtype, index, rows_for(rows // tokens, tokens), arch)
+    for arch, dtype in itertools.product(ARCHITECTURES, DTYPES):
+        yield RowPlan(dtype, arch)
+    for arch, D in itertools.product(ARCHITECTURES, (512, 576)):
+        yield SumPlan(D, arch)
+    kinds = (Plan, BackwardPlan, partial(BackwardPlan, ordered=True))
+    for kind, arch, D, dtype in itertools.product(kinds, ARCHITECTURES, (512, 576), DTYPES):
+        for tokens, rows in itertools.product(TOKENS_PER_TILE, (64, 128)):
+            for index in ("int32", "int64") if tokens == 1 else ("int32",):
+                yield kind(D, dtype, index, rows_for(rows // tokens, tokens), arch)
 
 
 def name(plan: object) -> str:
     """A row's name in the results."""
-    rows = plan.rows
-    backward = "backward " if hasattr(plan, "parts") else ""
-    return f"{backward}{plan.arch} D{plan.D} {plan.dtype} {plan.index_dtype} {rows.tokens} x {rows.padded_heads} rows"
+    kind = KINDS[type(plan).__name__]
+    if not hasattr(plan, "rows"):
+        return f"{kind} {plan.arch} " + (f"D{plan.D}" if hasattr(plan, "D") else plan.dtype)
+    rows = f"{plan.rows.tokens} x {plan.rows.padded_heads} rows"
+    ordered = "ordered " if getattr(plan, "ordered", False) else ""
+    return f"{ordered}{kind} {plan.arch} D{plan.D} {plan.dtype} {plan.index_dtype} {rows}"
 
 
 def assemble(ptx: str, arch: str) -> dict[str, object]:
@@ -75,7 +84,12 @@ def measure(plan: object) -> dict[str, object]:
     with capture_cute.architecture(plan.arch):
         ptx = build.compile_plan(plan).__ptx__.rstrip("\0")
     found = assemble(ptx, plan.arch)
-    return {"kernel": name(plan), **found, "shared_memory": plan.smem_bytes, "ptx_lines": ptx.count("\n")}
+    return {
+        "kernel": name(plan),
+        **found,
+        "shared_memory": getattr(plan, "smem_bytes", 0),
+        "ptx_lines": ptx.count("\n"),
+    }
 
 
 def main() -> None:

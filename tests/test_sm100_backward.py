@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cute_sparse_mla.sm100 import launch, preprocess
+from cute_sparse_mla.sm100 import launch
 
 from bench.cases import CONTRACT_CASES, Case
-from cute_sparse_mla.precision import Judge, compare_rows
+from cute_sparse_mla.precision import Inputs, Judge, compare_rows
+from cute_sparse_mla.problem import Problem
 
 from .ptx_sim import capture_cute
-from .ptx_sim.policies import Delay
+from .ptx_sim.policies import Delay, Priorities
+from .ptx_sim.project_sm100 import simulated
 from .ptx_sim.races import Races
 from .sm100 import call_backward, judge_backward, sentinel_case
 
@@ -44,7 +46,7 @@ def test_grouped_tokens(tokens: int) -> None:
     judge_backward(case.inputs(), tokens_per_tile=tokens)
 
 
-def test_a_tile_of_two_parts_with_grouped_tokens() -> None:
+def test_a_pair_of_ctas_with_grouped_tokens() -> None:
     judge_backward(Case(S=3, S_kv=90, H=48, K=70, D=512, invalid="shuffled").inputs(), tokens_per_tile=2)
 
 
@@ -101,12 +103,53 @@ def test_late_asynchronous_work_changes_nothing() -> None:
     assert torch.equal(prompt[0], late[0]) and torch.equal(prompt[1], late[1])
 
 
-def test_no_races() -> None:
-    inputs = sentinel_case(24, 576, 192, "random", True).but(S=2).inputs(seed=1)
+@pytest.mark.parametrize(("heads", "D", "deterministic"), ((24, 576, False), (100, 512, False), (72, 576, True)))
+def test_no_races(heads: int, D: int, deterministic: bool) -> None:
+    inputs = sentinel_case(heads, D, 192, "random", True).but(S=2).inputs(seed=1)
     out, lse = Judge(inputs).budget_forward()
     observer = Races()
-    call_backward(inputs, out, lse, observer=observer)
+    call_backward(inputs, out, lse, deterministic=deterministic, observer=observer)
     assert not observer.races, observer.races[:3]
+
+
+# -- fixed order ---------------------------------------------------------------------------------------------------
+
+DETERMINISTIC = (
+    (Case(S=5, S_kv=30, H=16, K=70, D=512, invalid="shuffled", sink="random", dlse=True), 1),
+    (Case(S=4, S_kv=30, H=72, K=70, D=576, invalid="shuffled", causal=True, index_dtype=torch.int64), 1),
+    (Case(B=2, S=3, S_kv=30, H=8, G=2, K=40, D=576, length="random", causal=True, positions="random"), 1),
+    (Case(S=5, S_kv=60, H=8, K=33, D=512, causal=True, invalid="shuffled"), 2),
+)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace of few tiles: several parts of a call, the last one smaller."""
+    monkeypatch.setattr(launch, "WORKSPACE", 2 * 90 * (4 * 576 + launch.SORT_BYTES))
+
+
+@pytest.mark.parametrize(("case", "tokens"), DETERMINISTIC, ids=lambda value: str(value)[:60])
+def test_deterministic(case: Case, tokens: int, small_parts: None) -> None:
+    judge_backward(case.inputs(seed=4), tokens_per_tile=tokens, deterministic=True)
+
+
+def test_deterministic_sums_do_not_depend_on_schedules_or_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten adversarial schedules of two CTAs that add to the same rows: bit for bit; plain additions are not."""
+    inputs = Case(S=4, S_kv=20, H=16, K=70, invalid="shuffled", sink="random", dlse=True).inputs(seed=4)
+    out, lse = Judge(inputs).budget_forward()
+
+    def gradients(seed: int, deterministic: bool) -> tuple[torch.Tensor, ...]:
+        how = dict(ctas=2, resident=2, policy=Delay(seed), order=Priorities(seed), deterministic=deterministic)
+        dq, dkv, d_sink, _ = call_backward(inputs, out, lse, dkv=torch.zeros(inputs.kv.shape), **how)
+        return dq, dkv, d_sink
+
+    first, *others = (gradients(seed, True) for seed in range(10))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    one, two = (gradients(seed, False)[1] for seed in range(2))
+    assert not torch.equal(one, two)
+    monkeypatch.setattr(launch, "WORKSPACE", 80 * (4 * 576 + launch.SORT_BYTES))
+    assert torch.equal(gradients(0, True)[1], first[1])
 
 
 # -- known bugs of such kernels ------------------------------------------------------------------------------------
@@ -140,23 +183,66 @@ def test_overwriting_operands_of_the_later_columns_is_reported(without_the_wait_
     assert observer.races
 
 
-@pytest.mark.parametrize("heads", (24, 100))
-def test_row_values_of_odd_head_counts(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delta, w and the sink's gradient of 24 heads and 2 tokens, in steps of one token too."""
+def row_values(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    with simulated(strict=True):
+        problem = Problem(1, 2, 40, inputs.q.shape[-2], 1, 20, 512, 512, out.dtype, torch.int32)
+        return launch.row_stats(problem, out, inputs.dout, lse, inputs.dlse, inputs.attn_sink, "sm_100a")
+
+
+@pytest.mark.parametrize("heads", (1, 24, 100))
+def test_row_values_of_odd_head_counts(heads: int) -> None:
+    """Delta, w and the sink's gradient of 24 heads and 2 tokens, among others, with strange sinks and an empty row."""
     inputs = Case(S=2, S_kv=40, H=heads, K=20, D=512, sink="random", dlse=True, invalid="one_row").inputs(seed=heads)
+    inputs.attn_sink[: heads // 2 : 2] = torch.tensor((-torch.inf, torch.inf, 1e4, -1e4)).repeat(25)[
+        : -(-(heads // 2) // 2)
+    ]
     out, lse = Judge(inputs).budget_forward()
     dlse = inputs.dlse
-    stats = preprocess.row_stats(out, inputs.dout, lse, dlse, inputs.attn_sink)
-    monkeypatch.setattr(preprocess, "WORKSPACE", 1)
-    assert torch.equal(stats, preprocess.row_stats(out, inputs.dout, lse, dlse, inputs.attn_sink))
+    stats = row_values(inputs, out, lse)
     delta = (out.double() * inputs.dout.double()).sum(-1)
-    w = torch.sigmoid(lse.double() - inputs.attn_sink.double())
+    gap = lse.double() - inputs.attn_sink.double()
+    w, rest = torch.sigmoid(gap), torch.sigmoid(-gap)
     empty = lse == -torch.inf
-    expected = torch.stack((lse.double() / torch.log(torch.tensor(2.0).double()), w, dlse - w * delta, (1 - w) * delta))
+    expected = torch.stack((lse.double() / torch.log(torch.tensor(2.0).double()), w, dlse - w * delta, rest * delta))
     expected = torch.where(empty, torch.tensor([torch.inf, 0, 0, 0]).view(4, 1, 1, 1), expected)
     torch.testing.assert_close(stats.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_workspace_is_bounded_at_any_length() -> None:
-    assert preprocess.WORKSPACE <= 256 * 2**20
-    assert launch.bwd.__doc__ is not None and "16 bytes per (token, head)" in launch.bwd.__doc__
+def test_the_gradient_of_the_sink_reads_no_padding() -> None:
+    """Per-row tensors of 24 heads inside wider ones of NaN: heads past the real ones are not looked at."""
+    inputs = sentinel_case(24, 512, 64, "random", False).but(dlse=True, S=2).inputs(seed=24)
+    judged = Judge(inputs)
+    out, lse = judged.budget_forward()
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((*tensor.shape[:-1], 64), torch.nan)
+        wide[..., :24] = tensor
+        return wide[..., :24]
+
+    wide = replace(inputs, dlse=widened(inputs.dlse), attn_sink=widened(inputs.attn_sink))
+    dq, dkv, d_sink, _ = call_backward(wide, out, widened(lse), strict=True)
+    checks = judged.gradient_checks(out, lse, dq, dkv, d_sink)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("D", (512, 576))
+def test_workspace_is_bounded_at_any_length(D: int) -> None:
+    """What a deterministic backward holds beside fp32 dkv and per-row values, for any number of slots."""
+    for slots in (1, 64, 640, 2048, 2112, 16384, 65536, 10**5):
+        tiles = launch.terms_at_a_time(slots, D, 148)
+        assert 0 < tiles * slots * (4 * D + launch.SORT_BYTES) <= 256e6
+    assert launch.terms_at_a_time(640, 512, 148) == 148 and launch.terms_at_a_time(2048, 576, 148) == 51
+
+
+def test_peak_memory_of_a_published_size() -> None:
+    """Bytes of all tensors of a backward of DeepSeek-V4's contract, 4096 tokens and 64 heads: published 2114 MB."""
+    T, H, D, K = 4096, 64, 512, 640
+    S_kv = T + T // 4
+    rows, kv = T * H * D * 2, S_kv * D
+    inputs = 3 * rows + kv * 2 + T * K * 4 + 2 * T * H * 4  # q, out, dout, kv, indices, lse and dlse
+    outputs = rows + kv * 2
+    workspace = kv * 4 + 4 * T * H * 4  # the sums of dkv; the per-row values
+    assert inputs + outputs + workspace + launch.WORKSPACE < 2114e6

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -186,13 +185,9 @@ def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     launch._check_dsl.cache_clear()
 
 
-def test_deterministic_is_refused_by_name() -> None:
-    refused: Any = dict.fromkeys(
-        ("q", "kv", "out", "dout", "indices", "lse", "sm_scale", "dlse", "topk_length", "q_positions", "attn_sink",
-         "dkv", "dkv_dtype")
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="deterministic=True is not supported; backend='reference'"):
-        launch.bwd(problem(), SparseAttentionConfig(), **refused, deterministic=True)
+def test_a_deterministic_backward_refuses_rows_whose_terms_fill_its_workspace() -> None:
+    with pytest.raises(UnsupportedError, match=r"up to 106\d\d\d slots of a tile at D = 576, not 107374"):
+        launch.terms_at_a_time(107374, 576, 148)
 
 
 def test_importing_the_backend_leaves_the_dsl_alone() -> None:
@@ -242,7 +237,7 @@ def test_a_kernel_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recorder.add_ptx(build.compile_plan(plan).__ptx__)
     memory = torch.zeros(64, dtype=torch.int64)
     arguments = tuple(tuple(int(x) for x in part) for part in build.example_arguments(plan)[:3])
-    (launched,) = recorder.call(kernel, {"memory": memory}, *arguments, 1.0, 1, 0)
+    (launched,) = recorder.call(kernel, {"memory": memory}, *arguments, (1.0,), 1, 0)
     assert launched.block == (THREADS, 1, 1) and launched.shared_bytes == plan.smem_bytes
 
 

@@ -34,7 +34,7 @@ def simulated(
 
     With `run=False` launches are only recorded.
 
-    Outputs start as NaN. Nothing is kept on disk: a kernel from there comes without its PTX.
+    What `torch.empty` gives is NaN. Nothing is kept on disk: a kernel from there comes without its PTX.
     """
     capture_cute.prepare()
     from cute_sparse_mla.sm100 import cache, launch
@@ -45,15 +45,19 @@ def simulated(
     recorder.options = options
 
     def execute(kernel: Callable, arguments: tuple, tensors: dict[str, torch.Tensor]) -> None:
-        for name in ("out", "lse", "dq"):
-            if name in tensors:
-                tensors[name].fill_(torch.nan)
         recorder.call(kernel, tensors, *arguments, 0)
+
+    empty = torch.empty
+
+    def poisoned(*size: object, **how: object) -> torch.Tensor:
+        made = empty(*size, **how)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
 
     count = launch.multiprocessors if multiprocessors is None else lambda device: multiprocessors
     with (
         mock.patch.object(env, "capability", lambda device: (10, 0)),
         mock.patch.object(launch, "executor", execute),
+        mock.patch.object(torch, "empty", poisoned),
         mock.patch.object(launch, "multiprocessors", count),
         mock.patch.dict(os.environ, {cache.VARIABLE: ""}),
     ):
