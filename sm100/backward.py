@@ -23,7 +23,7 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                                                the last columns    >p_free
     next tile            q, dout, by columns   >q_free    >dq_ready       dq      >dq_free
 
-Where partial sums use the space of P and dS, the scores of i + 1 of a pair come behind the last columns. P and dS are
+With a single accumulator of dkv the scores of i + 1 come behind the last 128 columns and before the tail. P and dS are
 rounded once, P times a power of two and dS times sm_scale over it: so both parts of dkv are one sum.
 """
 
@@ -232,7 +232,7 @@ class Backward(Forward):
         first, tiles, step = work
         q_phase, block_phase, p_phase, dq_phase = Int32(0), Int32(0), Int32(0), Int32(1)
         stage, phase = Int32(0), Int32(1)
-        early = plan.own_exchange or not plan.pair
+        early = plan.dkv_stages == 2
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
             self.scores(smem, bar, tmem, rank, block_phase, q_phase, True)
@@ -258,6 +258,10 @@ class Backward(Forward):
                     if last & ((chunk < plan.chunks - 1) | (self.tails(rank) == 0)):
                         with cute.arch.elect_one():
                             ptx.commit(bar["q_free"] + 8 * chunk, False)
+                if const_expr(not early):
+                    if i < blocks - 1:
+                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
+                        block_phase ^= 1
                 if const_expr(plan.tail):
                     if self.tails(rank) == 1:
                         self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, stage, phase)
@@ -267,10 +271,6 @@ class Backward(Forward):
                                 ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
                 with cute.arch.elect_one():
                     ptx.commit(bar["p_free"], False, multicast=plan.pair)
-                if const_expr(not early):
-                    if i < blocks - 1:
-                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
-                        block_phase ^= 1
 
     @cute.jit
     def scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):

@@ -60,7 +60,7 @@ class BackwardPlan(Plan):
 
     @property
     def own_exchange(self) -> bool:
-        """Partial sums have their own place, so a block's scores may be made before the last dkv product."""
+        """Partial sums have a place of their own: they need not wait for the products of the block before."""
         return self.pair and not self.tail
 
     @cached_property

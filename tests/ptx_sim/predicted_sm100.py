@@ -14,7 +14,9 @@ import argparse
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -183,15 +185,15 @@ def describe(entry: dict) -> str:
     )
 
 
-def committed() -> list[dict]:
-    return [json.loads(text) for text in OUT.read_text(encoding="utf-8").splitlines()] if OUT.exists() else []
+def committed(path: Path = OUT) -> list[dict]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def write(args: argparse.Namespace) -> int:
-    """Predict the shapes whose name contains `args.only`, print them, and replace them in the file."""
+def write_lines(args: argparse.Namespace, line: Callable[[Shape, int], dict]) -> int:
+    """Predict the shapes whose name contains `args.only` by `line`, print them, and replace them in `args.out`."""
     key = [(shape.name, tokens) for shape in SHAPES for tokens in TOKENS].index
     entries = {}
-    for entry in committed():
+    for entry in committed(args.out):
         shape = Shape(*(entry[name] for name in ("layer", "heads", "D", "K", "sink")))
         entries[key((shape.name, entry["tokens"]))] = entry
     for shape in SHAPES:
@@ -202,3 +204,8 @@ def write(args: argparse.Namespace) -> int:
                 # Row by row: the whole takes minutes.
                 args.out.write_text("".join(json.dumps(entries[n]) + "\n" for n in sorted(entries)), encoding="utf-8")
     return 0
+
+
+def write(args: argparse.Namespace) -> int:
+    """Predict the forward of the shapes whose name contains `args.only`."""
+    return write_lines(args, line)

@@ -16,7 +16,7 @@ import torch
 from . import capture_cute
 from .foreign_dsa import Problem, oracle
 
-BACKWARD = ((64, 512), (64, 576), (24, 576))  # (heads, D)
+BACKWARD = ((64, 512), (64, 576), (24, 576), (128, 512), (128, 576))  # (heads, D)
 # (heads, D, tokens per tile) of the forwards that the race commands know: one CTA, a pair, grouped tokens.
 FORWARD = ((64, 512, 1), (64, 576, 1), (128, 512, 1), (128, 576, 1), (8, 576, 8))
 

@@ -1,4 +1,4 @@
-"""The commands of the timing model: counters, predict, timeline, predicted, predicted-sm100."""
+"""The commands of the timing model: counters, predict, timeline, predicted, predicted-sm100 and its backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import predicted_sm100
+from . import predicted_sm100, predicted_sm100_backward
 from .counters import count, table
 from .launch import Launch
 from .predict import Footprint, Pair, busy_shares, memory_of, predict
@@ -108,6 +108,9 @@ def register(commands: argparse._SubParsersAction, load: Load) -> None:
     sub = add("predicted-sm100", predicted_sm100.write, "the SM100 forward at its models' shapes", folder=False)
     sub.add_argument("--out", type=Path, default=predicted_sm100.OUT)
     sub.add_argument("--only", default="", help="shapes that contain this, such as 'GLM-5 H 64'")
+    sub = add("predicted-sm100-backward", predicted_sm100_backward.write, "the same for the backward", folder=False)
+    sub.add_argument("--out", type=Path, default=predicted_sm100_backward.OUT)
+    sub.add_argument("--only", default="", help="as above")
 
 
 def _chip_options(sub: argparse.ArgumentParser) -> None:

@@ -1,0 +1,211 @@
+"""Predicted times of the project's SM100 backward: `python -m tests.ptx_sim predicted-sm100-backward`.
+
+Shapes, token counts and the rules for tiles are the forward's (`predicted_sm100.py`). The main kernel is recorded at
+`SLOTS` with two and three tiles a cluster, and once with more slots: a tile of K slots is the difference of the first
+two and a block for each 64 slots more. The kernel of the per-row values is predicted too; what torch does beside them
+(clearing and rounding dkv, the sum of the sink's gradient) counts by its bytes, each kernel with a launch.
+
+Beside it the wheel's backward, all its launches, by the same table of constants; at 128 heads its kernels for pairs of
+CTAs, compiled for two numbers of slots that it knows. FLOP are `2 T H K (3 D + 2 512)` with the real heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from .launch import Launch
+from .predict import Footprint, Pair, memory_of, predict, savings
+from .predicted import GB200_TIMES, PUBLISHED_GB200, ROOT, Row, predict_row
+from .predicted_sm100 import D_V, PUBLISHED_OTHERS, ROWS, TILES, TOKENS, Shape, ctas, footprint, write_lines
+from .rates import GB200
+from .replay import replay
+from .trace import Trace, record
+
+OUT = ROOT / "bench" / "results" / "sm100_predicted_backward.jsonl"
+WHEEL_KERNELS = "cudnn sm100 backward"
+SLOTS, MORE_SLOTS, BLOCK = 320, 640, 64
+# (heads, D) -> numbers of slots for which the wheel has the same kernel.
+WHEEL_SLOTS = {(128, 512): (512, 1152), (128, 576): (512, 1024)}
+WHEEL_TOKENS = (64, 128)
+# (heads, K) -> ms at TOKENS, D 512.
+OTHERS_GB200 = {
+    (64, 640): (1.874, 3.702, 7.347),
+    (128, 640): (2.465, 4.876, 9.723),
+    (128, 1152): (3.798, 7.539, 15.029),
+}
+TORCH_KERNELS = 3
+
+
+def capture(shape: Shape, tokens: int, slots: int) -> list[Launch]:
+    """The launches of a call in which one cluster has a tile for each of `tokens`, not run."""
+    from . import project_sm100
+
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(tokens, shape.heads, shape.D, generator=gen).bfloat16()
+    kv = torch.randn(ROWS, 1, shape.D, generator=gen).bfloat16()
+    indices = torch.randint(0, ROWS, (tokens, 1, slots), dtype=torch.int32, generator=gen)
+    out, lse = q[..., :D_V].contiguous(), torch.full((tokens, shape.heads), 8.0)
+    sink = torch.randn(shape.heads, generator=gen) if shape.sink else None
+    with project_sm100.simulated(multiprocessors=ctas(shape), run=False) as recorder:
+        import cute_sparse_mla
+
+        cute_sparse_mla.bwd(q, kv, out, out, indices, lse, attn_sink=sink, backend="sm100")
+    return recorder.launches
+
+
+@functools.cache
+def recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
+    """The kernel of the row values, and the main kernel by (tiles, slots)."""
+    found = {}
+    for tiles, slots in ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS)):
+        values, main = capture(shape, tiles, slots)
+        found[tiles, slots] = record(main)
+    return record(values, 1), found
+
+
+@functools.cache
+def clocks(shape: Shape, gather_mb: float, adds_mb: float) -> tuple[float, float, float]:
+    """(clocks of two tiles of `SLOTS` slots, of a tile more, of a block more in a tile) of the main kernel."""
+    _, traces = recorded(shape)
+    memory = memory_of(GB200, Footprint(gather_mb, adds_mb))
+    first, tile, block = (replay(trace, GB200, memory).clocks for trace in traces.values())
+    return first, tile - first, (block - first) / TILES[0] / ((MORE_SLOTS - SLOTS) / BLOCK)
+
+
+@functools.cache
+def limits(shape: Shape, gather_mb: float, adds_mb: float) -> dict[str, float]:
+    """Share of the time that each resource saves when it is twice as fast."""
+    _, traces = recorded(shape)
+    return savings(traces[TILES[0], MORE_SLOTS], GB200, memory_of(GB200, Footprint(gather_mb, adds_mb)))
+
+
+def main_milliseconds(shape: Shape, tokens: int) -> float:
+    """The main kernel; the longest cluster decides."""
+    first, tile, block = clocks(shape, footprint(shape, tokens), adds(shape, tokens))
+    more = (shape.K - SLOTS) / BLOCK * block
+    tiles = math.ceil(tokens / (int(GB200["sms"]) // ctas(shape)))
+    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
+    return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
+
+
+def adds(shape: Shape, tokens: int) -> float:
+    """MB of the rows that are added to, as many as tokens."""
+    return tokens * shape.D * 4 / 1e6
+
+
+def values_milliseconds(shape: Shape, tokens: int) -> float:
+    """The kernel of the row values."""
+    from cute_sparse_mla.sm100.backward_plan import ROWS_PER_WARP, STATS_WARPS
+
+    trace, _ = recorded(shape)
+    number = math.ceil(tokens * shape.heads / (STATS_WARPS * ROWS_PER_WARP))
+    return predict(Pair(trace, trace, 1.0, 0.0), GB200, number, explain=False).milliseconds
+
+
+def torch_milliseconds(shape: Shape, tokens: int) -> float:
+    """Clearing the sums of dkv, rounding them, and the sum of the sink's gradient, by their bytes."""
+    kernels = TORCH_KERNELS if shape.sink else TORCH_KERNELS - 1
+    size = tokens * shape.D * (4 + 4 + 2) + (tokens * shape.heads * 4 if shape.sink else 0)
+    return size / (GB200["dram"] * 1e9) + kernels * GB200["launch"] / 1e3
+
+
+def line(shape: Shape, tokens: int) -> dict:
+    """A row of the committed file."""
+    sizes = footprint(shape, tokens), adds(shape, tokens)
+    saved = limits(shape, *sizes)
+    parts = [f(shape, tokens) for f in (main_milliseconds, values_milliseconds, torch_milliseconds)]
+    ms = sum(parts)
+    _, tile, block = clocks(shape, *sizes)
+    values, traces = recorded(shape)
+    entry = {
+        "label": "predicted",
+        "kernels": "project sm100 backward",
+        "chip": GB200.name,
+        **asdict(shape),
+        "tokens": tokens,
+        "rows": tokens,
+        "predicted_ms": round(ms, 4),
+        "main_ms": round(parts[0], 4),
+        "row_values_ms": round(parts[1], 4),
+        "torch_ms": round(parts[2], 4),
+        "tflops": round(2 * tokens * shape.heads * shape.K * (3 * shape.D + 2 * D_V) / ms / 1e9),
+        "limiter": next(iter(saved)),
+        "saved_if_twice_as_fast": {name: round(share, 3) for name, share in list(saved.items())[:4]},
+        "ptx_sha256": [traces[TILES[0], SLOTS].launch.sha256, values.launch.sha256],
+        "clocks_per_tile": round(tile + (shape.K - SLOTS) / BLOCK * block),
+        "clocks_per_block": round(block),
+        "wheel": _wheel(shape, tokens, ms),
+        "published": [],
+    }
+    for source, known in published(shape, tokens):
+        entry["published"].append({"source": source, "ms": known, "ratio": round(ms / known, 3)})
+    return entry
+
+
+def _wheel(shape: Shape, tokens: int, ms: float) -> dict | None:
+    """The wheel's launches at the same size, predicted; `ratio` is ours over them."""
+    if (shape.heads, shape.D) in WHEEL_SLOTS:
+        found = wheel_pair(shape, tokens)
+    elif shape.heads == 64:
+        row = Row(WHEEL_KERNELS, GB200.name, tokens, tokens, shape.heads, shape.D, shape.K, math.nan, "")
+        found = predict_row(row, explain=False)
+    else:
+        return None
+    total = sum(prediction.milliseconds for prediction in found)
+    return {
+        "predicted_ms": round(total, 4),
+        "ratio": round(ms / total, 3),
+        "ptx_sha256": found[0].sha256,
+    }
+
+
+@functools.cache
+def _wheel_traces(heads: int, D: int) -> list[tuple[Trace, Trace, tuple[int, int]]]:
+    """Per launch of the wheel's kernels for pairs: the traces at both numbers of slots, and CTAs at both of tokens."""
+    from . import foreign_dsa
+
+    foreign_dsa.capture_cute.prepare()
+    call: Callable = foreign_dsa.backward if D == D_V else foreign_dsa.backward_pair
+
+    def launches(slots: int, tokens: int) -> list[Launch]:
+        return call(foreign_dsa.problem(heads, D, slots, tokens, ROWS), run=False).launches
+
+    less, more = WHEEL_SLOTS[heads, D]
+    grids = [[math.prod(launch.grid) for launch in launches(less, tokens)] for tokens in WHEEL_TOKENS]
+    pairs = zip(launches(less, WHEEL_TOKENS[0]), launches(more, WHEEL_TOKENS[0]), strict=True)
+    traces = [(record(a, 1), record(b, 1)) for a, b in pairs]
+    return [(a, b, grid) for (a, b), grid in zip(traces, zip(*grids, strict=True), strict=True)]
+
+
+def wheel_pair(shape: Shape, tokens: int) -> list:
+    """The wheel's launches for 128 heads, predicted."""
+    less, more = WHEEL_SLOTS[shape.heads, shape.D]
+    sizes = Footprint(footprint(shape, tokens), adds(shape, tokens))
+    found = []
+    for shorter, longer, (few, twice) in _wheel_traces(shape.heads, shape.D):
+        number = math.ceil(few + (twice - few) * (tokens / WHEEL_TOKENS[0] - 1))
+        pair = Pair(shorter, longer, more - less, shape.K - less)
+        found.append(predict(pair, GB200, number, sizes, explain=False))
+    return found
+
+
+def published(shape: Shape, tokens: int) -> list[tuple[str, float]]:
+    """(source, ms) of times that others published for this size."""
+    found = []
+    times = dict(GB200_TIMES.get((WHEEL_KERNELS, shape.heads, shape.D, shape.K), ()))
+    if tokens in times:
+        found.append((f"{WHEEL_KERNELS}, {PUBLISHED_GB200}", times[tokens]))
+    if shape.D == D_V and (shape.heads, shape.K) in OTHERS_GB200:
+        found.append((PUBLISHED_OTHERS, OTHERS_GB200[shape.heads, shape.K][TOKENS.index(tokens)]))
+    return found
+
+
+def write(args: argparse.Namespace) -> int:
+    """Predict the shapes whose name contains `args.only`, print them, and replace them in the file."""
+    return write_lines(args, line)
