@@ -11,7 +11,7 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
 
     index                gather                mma                        softmax             epilogue
     rows i  >rows_ready  q, dout  >q_full
-                         kv i     >kv_full     S, dP      >s_ready        to registers >s_free
+                         kv i     >kv_full     S, dP      >s_ready        to registers
     rows i + 1                                                            (a pair: parts change hands)
                                                                           P, dS   >p_ready    (adds of block i - 1)
                                                dq += dS K >kv_free
@@ -21,7 +21,7 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                                                ...
                                                S, dP i + 1         >s_ready
                                                the last columns    >p_free
-    next tile            q, dout, by columns   >q_free    >dq_ready       dq      >dq_free
+    next tile            q, dout, by columns   >q_free    >dq_ready       dq
 
 With a single accumulator of dkv the scores of i + 1 come behind the last 128 columns and before the tail. P and dS are
 rounded once, P times a power of two and dS times sm_scale over it: so both parts of dkv are one sum.
@@ -114,9 +114,7 @@ class Backward(Forward):
                         barrier = ptx.shared(bar[b.name] + 8 * stage, Int64, 8)
                         cute.arch.mbarrier_init(barrier, b.arrivals(plan.ctas))
                 cute.arch.mbarrier_init_fence()
-        ptx.fence_before()
         self.sync_all()
-        ptx.fence_after()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder).toint()
 
         work = (n["first_tile"] + block // plan.ctas, n["end_tile"], grid // plan.ctas)
@@ -132,9 +130,7 @@ class Backward(Forward):
             self.gather(at, n, by, smem, bar, rank, warp, work, maps)
 
         # A pair's CTAs write to each other: neither may leave before the other is done.
-        ptx.fence_before()
         self.sync_all()
-        ptx.fence_after()
         if warp == ROLE["mma"].first:
             cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, holder), TMEM_COLUMNS)
 
@@ -169,7 +165,7 @@ class Backward(Forward):
                         column = Int32(D_V) if span == plan.spans else rank * plan.columns + span * SPAN
                         where = smem["kv"] + span * PIECE + half * (HALF_K * SPAN * ITEM)
                         self.gather_rows(where, kv_map, column, rows, bar["kv_full"])
-                cute.arch.sync_warp()
+                # The same lane has read the numbers.
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
@@ -225,12 +221,12 @@ class Backward(Forward):
             ptx.tensor_load(target, tensor_map, (column, head, token, g, b), full, False)
 
     # Does: all products. Produces: s_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
-    # Consumes: q_full, kv_full, s_free, p_ready, dkv_free, dq_free.
+    # Consumes: q_full, kv_full, p_ready, dkv_free.
     @cute.jit
     def mma(self, at, n, by, smem, bar, tmem, rank, work):
         plan = self.plan
         first, tiles, step = work
-        q_phase, block_phase, p_phase, dq_phase = Int32(0), Int32(0), Int32(0), Int32(1)
+        q_phase, block_phase, p_phase = Int32(0), Int32(0), Int32(0)
         stage, phase = Int32(0), Int32(1)
         early = plan.dkv_stages == 2
         for tile in cutlass.range(first, tiles, step):
@@ -240,11 +236,9 @@ class Backward(Forward):
             block_phase ^= 1
             for i in cutlass.range(blocks):
                 last = i == blocks - 1
+                # The warps that made P have read S and dP, and dq of the tile before.
                 self.wait_both(bar["p_ready"], p_phase)
                 p_phase ^= 1
-                if i == 0:
-                    ptx.wait(bar["dq_free"], dq_phase)
-                    dq_phase ^= 1
                 ptx.fence_after()
                 self.dq(smem, bar, tmem, rank, i > 0, last)
                 for chunk in cutlass.range(plan.chunks, unroll=1):
@@ -277,8 +271,6 @@ class Backward(Forward):
         """S = q K^T and dP = dout V^T over this CTA's columns."""
         plan = self.plan
         ptx.wait(bar["kv_full"], phase)
-        ptx.wait(bar["s_free"], phase ^ 1)
-        ptx.fence_after()
         for chunk in cutlass.range(plan.chunks, unroll=1):
             if const_expr(fresh):
                 ptx.wait(bar["q_full"] + 8 * chunk, q_phase)
@@ -370,7 +362,7 @@ class Backward(Forward):
             ptx.commit(bar["dkv_ready"] + 8 * stage, False)
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
-    # half of the lanes; stores dq. Produces: s_free, p_ready, dq_free; of a pair halves_ready, halves_taken.
+    # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
     # Consumes: s_ready, rows_ready, p_free, dq_ready; halves_ready, halves_taken.
     @cute.jit
     def softmax(self, at, n, by, smem, bar, tmem, rank, warp, work, scales):
@@ -418,6 +410,7 @@ class Backward(Forward):
                     cute.arch.fence_proxy("async")
                 else:
                     cute.arch.fence_view_async_shared()
+                ptx.fence_before()
                 self.arrive_both(bar["p_ready"])
             ptx.wait(bar["dq_ready"], dq_phase)
             dq_phase ^= 1
@@ -438,8 +431,6 @@ class Backward(Forward):
         if const_expr(plan.tail):
             tail = ptx.load_columns(tmem + plan.tmem["s_tail"].start + group * KEYS, KEYS)
         cute.arch.fence_view_async_tmem_load()
-        ptx.fence_before()
-        self.arrive_warp(bar["s_free"])
         # The exchange, P and dS lie where the block before had its P and dS.
         ptx.wait(bar["p_free"], p_phase)
         taken = self.exchange(smem, warp, lane, [Float32(0.0)] * KEYS, given)
@@ -458,8 +449,6 @@ class Backward(Forward):
         own = ptx.load_columns(s + rank * HALF_K, KEYS) + ptx.load_columns(dp + rank * HALF_K, KEYS)
         given = ptx.load_columns(s + (1 - rank) * HALF_K, KEYS) + ptx.load_columns(dp + (1 - rank) * HALF_K, KEYS)
         cute.arch.fence_view_async_tmem_load()
-        ptx.fence_before()
-        self.arrive_warp(bar["s_free"])
         if const_expr(not plan.own_exchange):
             ptx.wait(bar["p_free"], p_phase)
         here = smem["exchange"] + (warp * (2 * KEYS // 4) * WARP + lane) * 16
@@ -625,8 +614,6 @@ class Backward(Forward):
             column = tmem + plan.tmem["dq_tail"].start + group * width
             if self.tails(rank) == 1:
                 self.store_columns(column, width, there, real, unit)
-        ptx.fence_before()
-        self.arrive_warp(bar["dq_free"])
 
     @cute.jit
     def store_columns(self, column, count: cutlass.Constexpr, target, real, unit):

@@ -77,14 +77,12 @@ class BackwardPlan(Plan):
             Barrier("rows_ready", ("index",), ROW_STAGES),
             Barrier("rows_free", ("gather", "softmax", "epilogue"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
-            Barrier("s_free", ("softmax",)),
             *(both if self.pair else ()),
             Barrier("p_ready", ("softmax",), pair=True),
             Barrier("p_free", ("mma",), pair=True),
             Barrier("dkv_ready", ("mma",), self.dkv_stages),
             Barrier("dkv_free", ("epilogue",), self.dkv_stages),
             Barrier("dq_ready", ("mma",)),
-            Barrier("dq_free", ("softmax",)),
         )
 
     @cached_property

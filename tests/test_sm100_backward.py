@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cute_sparse_mla.sm100 import launch
+from cute_sparse_mla.sm100.backward_plan import BackwardPlan
 
 from bench.cases import CONTRACT_CASES, Case
 from cute_sparse_mla.precision import Inputs, Judge, compare_rows
@@ -168,15 +169,16 @@ def without_the_wait_for_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     wait = ptx.wait
     monkeypatch.setattr(ptx, "wait", lambda barrier, parity: None if barrier is None else wait(barrier, parity))
-    monkeypatch.setattr(build.backward, "Backward", Hasty)
+    monkeypatch.setitem(build.KERNELS, BackwardPlan, (build.backward, Hasty))
     build.kernel.cache_clear()
     yield
     build.kernel.cache_clear()
 
 
-def test_overwriting_operands_of_the_later_columns_is_reported(without_the_wait_for_p: None) -> None:
+@pytest.mark.parametrize("heads", (64, 128))
+def test_overwriting_operands_of_the_later_columns_is_reported(heads: int, without_the_wait_for_p: None) -> None:
     """What is written in shared memory during a block's dkv products must leave the operands of all columns alone."""
-    inputs = sentinel_case(64, 512, 192, None, False).but(S=1).inputs(seed=1)
+    inputs = sentinel_case(heads, 512, 192, None, False).but(S=1).inputs(seed=1)
     out, lse = Judge(inputs).budget_forward()
     observer = Races()
     call_backward(inputs, out, lse, observer=observer)
