@@ -114,8 +114,8 @@ TABLE: tuple[ConfigRow, ...] = (
             bwd_threads=512, bwd_stages=1, bwd_block_k=64, bwd_split_store=4, tokens_per_tile=1,
         ),
         reason="forward: a ring of five slots of KV fills shared memory; one CTA up to 64 heads, a pair of CTAs above. "
-        "backward: q, dout, one block of KV, P and dS fill it; a CTA for each 64 heads",
-        figure="none: no Blackwell GPU has run it; right in the simulator",
+        "backward: q, dout, one block of KV, P and dS fill it; above 64 heads a CTA of a pair has half of the columns",
+        figure="none: no Blackwell GPU has run it; right in the simulator, times predicted in bench/results",
     ),
     ConfigRow(
         "reference", (), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),

@@ -371,7 +371,7 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv) and 16 bytes per (token, head).
     Deterministic: each row of dkv is the sum of its terms in order of tokens and slots. They pass through at most
-    `WORKSPACE` bytes (252 MB), so tiles run in parts, of 53 tokens at K 2048 and D 576: each term is written and read
+    `WORKSPACE` bytes (252 MB), so tiles run in parts, of 51 tokens at K 2048 and D 576: each term is written and read
     again, and where a part has fewer tiles than the device has multiprocessors, some of those idle.
     """
     B, S, H, device = problem.B, problem.S, problem.H, q.device

@@ -9,7 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from .ptx_sim import capture_cute, counters, foreign_dsa, predict, predicted, predicted_sm100, rates, timeline
+from .ptx_sim import (
+    capture_cute,
+    counters,
+    foreign_dsa,
+    predict,
+    predicted,
+    predicted_sm100,
+    predicted_sm100_backward,
+    rates,
+    timeline,
+)
 from .ptx_sim.costs import removable
 from .ptx_sim.launch import Launch
 from .ptx_sim.parser import parse
@@ -285,6 +295,30 @@ def test_predicted_forward_of_sm100() -> None:
     assert all(row["wheel"]["ratio"] <= 1.0 for row in found if row["wheel"])
     others = [item for row in found for item in row["published"] if item["source"] == predicted_sm100.PUBLISHED_OTHERS]
     assert len(others) == 9 and all(item["ratio"] < 1.0 for item in others)
+
+
+def test_predicted_backward_of_sm100() -> None:
+    """The committed rows: every shape and token count, never behind the wheel's kernels or others' times."""
+    found = predicted_sm100.committed(predicted_sm100_backward.OUT)
+    names = [(row["layer"], row["heads"], row["D"], row["K"], row["sink"], row["tokens"]) for row in found]
+    assert names == [(*vars(s).values(), tokens) for s in predicted_sm100.SHAPES for tokens in predicted_sm100.TOKENS]
+    assert {row["label"] for row in found} == {"predicted"}
+    assert all(len(sha) == 64 for row in found for sha in row["ptx_sha256"])
+    beside = [row["wheel"]["ratio"] for row in found if row["wheel"]]
+    assert len(beside) == 15 and max(beside) <= 1.0
+    known = [item["ratio"] for row in found for item in row["published"]]
+    assert len(known) == 12 and max(known) < 1.0
+
+
+@needs_sm100
+def test_a_block_of_the_sm100_backward() -> None:
+    """A block takes its matrix and addition time at least, and little more than the larger of the two."""
+    shape = predicted_sm100.Shape("small", 64, 512, 640)
+    _, tile, block = predicted_sm100_backward.clocks(shape, predicted_sm100.footprint(shape, 4096), 8.4)
+    matrix = 2 * 64 * 64 * (3 * 512 + 2 * 512) / rates.GB200["matrix"]
+    added = 64 * 512 * 4 / predict.memory_of(rates.GB200, predict.Footprint(0.0, 8.4)).reduce
+    assert matrix < added <= block * 1.01 and block < 1.1 * added
+    assert tile < 5.5 * block
 
 
 @needs_sm100
