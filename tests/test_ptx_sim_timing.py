@@ -145,6 +145,35 @@ def test_copies_share_the_path_from_l2() -> None:
     )
 
 
+REMOTE_STORES = """mov.u32 %r0, %tid.x;
+mov.u32 %r1, %cluster_ctarank;
+setp.eq.u32 %p1, %r0, 0;
+@%p1 mbarrier.init.shared.b64 [smem], 1;
+barrier.cluster.arrive; barrier.cluster.wait;
+mov.u32 %r2, smem;
+xor.b32 %r3, %r1, 1;
+mapa.shared::cluster.u32 %r4, %r2, %r3;
+shl.b32 %r5, %r0, 4;
+add.u32 %r5, %r5, %r4;
+{stores}
+@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4];
+WAIT:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [smem], 0;
+@!%p2 bra WAIT;
+"""
+
+
+def test_stores_to_another_cta_take_their_path_before_the_signal_behind_them() -> None:
+    def clocks(count: int) -> float:
+        stores = "\n".join(
+            f"st.shared::cluster.v4.b32 [%r5+{1024 + 512 * i}], {{%r0, %r0, %r0, %r0}};" for i in range(count)
+        )
+        body = REMOTE_STORES.format(stores=stores)
+        return replay(record(launch(body, {}, grid=2, cluster=2, shared=16384)), CHIP, MEMORY).clocks
+
+    assert clocks(20) - clocks(10) == pytest.approx(10 * 512 / CHIP["remote_bytes"], rel=0.05)
+
+
 def test_groups_wait_for_reads_or_completion() -> None:
     store = Op("bulk store", 0, 0, 0, (0,), global_reduce=1600, shared_read=1600, pieces=1)
     reads = run_by_hand(

@@ -126,7 +126,7 @@ def _writes(instr: Instr) -> bool:
 def _action(instr: Instr, kind: str) -> str:
     op = instr.op
     if kind == "shared memory":
-        return "shared"
+        return "remote store" if instr.base == "st" and "shared::cluster" in instr.parts else "shared"
     if kind == "reduction":
         return "reduce"
     if kind == "global memory":

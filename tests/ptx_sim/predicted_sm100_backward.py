@@ -15,7 +15,7 @@ import argparse
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -59,9 +59,14 @@ def capture(shape: Shape, tokens: int, slots: int) -> list[Launch]:
     return recorder.launches
 
 
-@functools.cache
 def recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
     """The kernel of the row values, and the main kernel by (tiles, slots)."""
+    return _recorded(replace(shape, layer="", K=0))
+
+
+@functools.cache
+def _recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
+    """Layers that differ in the number of slots only are recorded once."""
     found = {}
     for tiles, slots in ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS)):
         values, main = capture(shape, tiles, slots)

@@ -105,7 +105,7 @@ def _common() -> dict[str, Figure]:
         "proxy_fence": Figure(25, "clk", FIT),
         "remote": Figure(180, "clk", PAPERS + "; distributed shared memory"),
         "remote_bytes": Figure(32, "B/clk", PAPERS + "; distributed shared memory"),
-        "reduce_queue": Figure(400, "clk", FIT + ": additions on their way before the next one stalls its warp"),
+        "reduce_queue": Figure(400, "clk", FIT + ": additions, or stores to another CTA, on their way"),
         "port_turn": Figure(40, "clk", FIT + ": the longest wait of a warp behind copies and matrix operands"),
         "threads": Figure(2048, "an SM", GUIDE),
         "ctas": Figure(32, "an SM", GUIDE),

@@ -85,7 +85,9 @@ class _Tensor:
 
 
 class _Warp:
-    __slots__ = ("at", "copy", "cta", "name", "pos", "quarter", "ready", "since", "sm", "stream", "time", "tmem")
+    __slots__ = (
+        "at", "copy", "cta", "name", "pos", "quarter", "ready", "remote", "since", "sm", "stream", "time", "tmem",
+    )  # fmt: skip
 
     def __init__(self, name: str, cta: int, stream: list, sm: _Sm, quarter: _Quarter, registers: int) -> None:
         self.name, self.cta, self.stream, self.sm, self.quarter = name, cta, stream, sm, quarter
@@ -95,6 +97,8 @@ class _Warp:
         self.time = 0.0
         self.tmem = 0.0
         self.copy = 0.0
+        # When the warp's stores to another CTA are there: it does not signal before.
+        self.remote = 0.0
         self.since = -1.0
 
 
@@ -200,7 +204,7 @@ class Replay:
             else:
                 warp.pos += 1
                 if kind == SIGNAL:
-                    self._signal(copy, item[1], time)
+                    self._signal(copy, item[1], max(time, warp.remote))
                 elif kind == PART:
                     self._part(copy, item[1], time)
             if time > start + issued + TURN_CLOCKS and warp.pos < len(stream):
@@ -292,6 +296,8 @@ class Replay:
             return sm.reduce - self.chip["reduce_queue"]
         if action == "shared":
             return sm.warp_port - turn
+        if action == "remote store":
+            return sm.remote - self.chip["reduce_queue"]
         if action == "tmem wait":
             return warp.tmem
         if action == "tmem ld":
@@ -319,6 +325,14 @@ class Replay:
             sm.warp_port = max(sm.warp_port, time) + waves
             end = max(sm.warp_port, min(self._port(sm, time, waves), time + turn))
             return end + chip.latency["shared"]
+        if action == "remote store":
+            waves = self.trace.wavefronts(cost.index)
+            sm.remote = max(sm.remote, time) + waves * chip["shared"] / chip["remote_bytes"]
+            for other in self.sms:
+                if other is not sm:
+                    self._at(sm.remote, self._arrive, other, waves * chip["shared"] / (len(self.sms) - 1))
+            warp.remote = sm.remote + chip["remote"]
+            return sm.remote
         if action in ("load", "store", "reduce"):
             size = 32 * self.trace.sectors(cost.index)
             if action == "load":
