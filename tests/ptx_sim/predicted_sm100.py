@@ -143,7 +143,7 @@ def line(shape: Shape, tokens: int) -> dict:
         "wheel": _wheel(shape, tokens, ms),
         "published": [],
     }
-    for source, known in published(shape, tokens):
+    for source, known in published(shape, tokens, WHEEL_KERNELS, OTHERS_GB200):
         entry["published"].append({"source": source, "ms": known, "ratio": round(ms / known, 3)})
     return entry
 
@@ -162,14 +162,14 @@ def _wheel(shape: Shape, tokens: int, ms: float) -> dict | None:
     }
 
 
-def published(shape: Shape, tokens: int) -> list[tuple[str, float]]:
-    """(source, ms) of times that others published for this size."""
+def published(shape: Shape, tokens: int, kernels: str, others: dict) -> list[tuple[str, float]]:
+    """(source, ms) of times that others published for this size: of the wheel's `kernels`, and in `others`."""
     found = []
-    times = dict(GB200_TIMES.get((WHEEL_KERNELS, shape.heads, shape.D, shape.K), ()))
+    times = dict(GB200_TIMES.get((kernels, shape.heads, shape.D, shape.K), ()))
     if tokens in times:
-        found.append((f"{WHEEL_KERNELS}, {PUBLISHED_GB200}", times[tokens]))
-    if shape.D == D_V and (shape.heads, shape.K) in OTHERS_GB200:
-        found.append((PUBLISHED_OTHERS, OTHERS_GB200[shape.heads, shape.K][TOKENS.index(tokens)]))
+        found.append((f"{kernels}, {PUBLISHED_GB200}", times[tokens]))
+    if shape.D == D_V and (shape.heads, shape.K) in others:
+        found.append((PUBLISHED_OTHERS, others[shape.heads, shape.K][TOKENS.index(tokens)]))
     return found
 
 

@@ -21,8 +21,8 @@ import torch
 
 from .launch import Launch
 from .predict import Footprint, Pair, memory_of, predict, savings
-from .predicted import GB200_TIMES, PUBLISHED_GB200, ROOT, Row, predict_row
-from .predicted_sm100 import D_V, PUBLISHED_OTHERS, ROWS, TILES, TOKENS, Shape, ctas, footprint, write_lines
+from .predicted import ROOT, Row, predict_row
+from .predicted_sm100 import D_V, ROWS, TILES, Shape, ctas, footprint, published, write_lines
 from .rates import GB200
 from .replay import replay
 from .trace import Trace, record
@@ -148,7 +148,7 @@ def line(shape: Shape, tokens: int) -> dict:
         "wheel": _wheel(shape, tokens, ms),
         "published": [],
     }
-    for source, known in published(shape, tokens):
+    for source, known in published(shape, tokens, WHEEL_KERNELS, OTHERS_GB200):
         entry["published"].append({"source": source, "ms": known, "ratio": round(ms / known, 3)})
     return entry
 
@@ -197,17 +197,6 @@ def wheel_pair(shape: Shape, tokens: int) -> list:
         number = math.ceil(few + (twice - few) * (tokens / WHEEL_TOKENS[0] - 1))
         pair = Pair(shorter, longer, more - less, shape.K - less)
         found.append(predict(pair, GB200, number, sizes, explain=False))
-    return found
-
-
-def published(shape: Shape, tokens: int) -> list[tuple[str, float]]:
-    """(source, ms) of times that others published for this size."""
-    found = []
-    times = dict(GB200_TIMES.get((WHEEL_KERNELS, shape.heads, shape.D, shape.K), ()))
-    if tokens in times:
-        found.append((f"{WHEEL_KERNELS}, {PUBLISHED_GB200}", times[tokens]))
-    if shape.D == D_V and (shape.heads, shape.K) in OTHERS_GB200:
-        found.append((PUBLISHED_OTHERS, OTHERS_GB200[shape.heads, shape.K][TOKENS.index(tokens)]))
     return found
 
 
