@@ -14,17 +14,17 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                          kv i     >kv_full     S, dP      >s_ready        to registers
     rows i + 1                                                            (a pair: parts change hands)
                                                                           P, dS   >p_ready    (adds of block i - 1)
-                                               dq += dS K >kv_free
-                         kv i + 1              q^T dS + dout^T P of 128 columns of d
+                                               q^T dS, dout^T P of 128 columns of d
                                                           >dkv_ready                          to registers >dkv_free
-                                               the next 128 columns                           adds
+                                               dq += dS K >kv_free                            sm_scale a + b, adds
+                         kv i + 1              the next 128 columns
                                                ...
                                                S, dP i + 1         >s_ready
                                                the last columns    >p_free
     next tile            q, dout, by columns   >q_free    >dq_ready       dq
 
-With a single accumulator of dkv the scores of i + 1 come behind the last 128 columns and before the tail. P and dS are
-rounded once, P times a power of two and dS times sm_scale over it: so both parts of dkv are one sum.
+A pair makes dq first; with a tail, where dout^T P takes the place of dP, its scores of i + 1 come behind the last 128
+columns and before the tail. P and dS are rounded once, dS unscaled.
 """
 
 import cuda.bindings.driver as cuda  # noqa: I001
@@ -44,8 +44,7 @@ from .plan import (
 POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "dout", "stats", "dq", "dkv")
 SIZES = (*forward.SIZES, "first_tile", "end_tile")
 STRIDES = (*forward.STRIDES[:-1], "do_b", "do_s", "do_h")
-# Of scores in powers of two; of P and of dS before they are rounded; of dq and dkv. See `launch.backward_scales`.
-SCALES = ("scale_log2", "p_scale", "ds_scale", "unit")
+SCALES = ("scale_log2", "sm_scale")
 MN_STEP = STEP * SPAN * ITEM  # bytes of 16 rows of a span
 P_BARRIER = 8  # named barrier of the softmax warps
 CTAS = (0, 1)  # of a pair
@@ -227,11 +226,11 @@ class Backward(Forward):
         plan = self.plan
         first, tiles, step = work
         q_phase, block_phase, p_phase = Int32(0), Int32(0), Int32(0)
-        stage, phase = Int32(0), Int32(1)
-        early = plan.dkv_stages == 2
+        phase = Int32(1)
+        early = not plan.shared_sums
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
-            self.scores(smem, bar, tmem, rank, block_phase, q_phase, True)
+            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, True)
             q_phase ^= 1
             block_phase ^= 1
             for i in cutlass.range(blocks):
@@ -240,26 +239,30 @@ class Backward(Forward):
                 self.wait_both(bar["p_ready"], p_phase)
                 p_phase ^= 1
                 ptx.fence_after()
-                self.dq(smem, bar, tmem, rank, i > 0, last)
+                if const_expr(plan.pair):
+                    self.dq(smem, bar, tmem, rank, i > 0, last)
                 for chunk in cutlass.range(plan.chunks, unroll=1):
                     if const_expr(early):
                         # The next block's softmax runs under the adds of this one's last chunks.
                         if (chunk == plan.chunks - 1) & (i < blocks - 1):
-                            self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
+                            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
                             block_phase ^= 1
-                    self.dkv(smem, bar, tmem, chunk * (CHUNK // SPAN), False, stage, phase)
-                    stage, phase = _next(stage, phase, plan.dkv_stages)
+                    self.dkv(smem, bar, tmem, chunk * (CHUNK // SPAN), False, phase)
+                    phase ^= 1
+                    if const_expr(not plan.pair):
+                        if chunk == 0:
+                            self.dq(smem, bar, tmem, rank, i > 0, last)
                     if last & ((chunk < plan.chunks - 1) | (self.tails(rank) == 0)):
                         with cute.arch.elect_one():
                             ptx.commit(bar["q_free"] + 8 * chunk, False)
                 if const_expr(not early):
                     if i < blocks - 1:
-                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
+                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
                         block_phase ^= 1
                 if const_expr(plan.tail):
                     if self.tails(rank) == 1:
-                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, stage, phase)
-                        stage, phase = _next(stage, phase, plan.dkv_stages)
+                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
+                        phase ^= 1
                         if last:
                             with cute.arch.elect_one():
                                 ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
@@ -267,10 +270,13 @@ class Backward(Forward):
                     ptx.commit(bar["p_free"], False, multicast=plan.pair)
 
     @cute.jit
-    def scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
+    def scores(self, smem, bar, tmem, rank, phase, q_phase, dkv_phase, fresh: cutlass.Constexpr):
         """S = q K^T and dP = dout V^T over this CTA's columns."""
         plan = self.plan
         ptx.wait(bar["kv_full"], phase)
+        if const_expr(plan.shared_sums):
+            ptx.wait(bar["dkv_free"], dkv_phase)
+            ptx.fence_after()
         for chunk in cutlass.range(plan.chunks, unroll=1):
             if const_expr(fresh):
                 ptx.wait(bar["q_full"] + 8 * chunk, q_phase)
@@ -346,20 +352,25 @@ class Backward(Forward):
                 ptx.mma(d, a, b, shape, more, pair=False, a_in_tensor_memory=False)
 
     @cute.jit
-    def dkv(self, smem, bar, tmem, span, is_tail: cutlass.Constexpr, stage, phase):
-        """q^T dS + dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
+    def dkv(self, smem, bar, tmem, span, is_tail: cutlass.Constexpr, phase):
+        """q^T dS and dout^T P, 128 columns of d by 64 keys. The tail's lanes 64 to 127 count, the others repeat."""
         plan = self.plan
-        ptx.wait(bar["dkv_free"] + 8 * stage, phase)
+        ptx.wait(bar["dkv_free"], phase)
         ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
-            for operand, heads in (("ds", "q"), ("p", "dout"))[: 1 if is_tail else 2]:
+            parts = (("ds", "q", self.sums()[0]), ("p", "dout", self.sums()[1]))
+            for operand, heads, d in parts[: 1 if is_tail else 2]:
                 for k in cutlass.range_constexpr(plan.ctas * ROWS_PER_CTA // STEP):
                     a = ptx.operand(smem[heads] + span * (2 * PIECE) + k * MN_STEP, **mn_major(2 * PIECE))
                     b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
-                    d = tmem + plan.tmem["dkv"].start + stage * BLOCK_K
-                    ptx.mma_rows(d, a, b, shape, operand == "p" or k > 0)
-            ptx.commit(bar["dkv_ready"] + 8 * stage, False)
+                    ptx.mma_rows(tmem + d, a, b, shape, k > 0)
+            ptx.commit(bar["dkv_ready"], False)
+
+    def sums(self) -> tuple[int, int]:
+        """First columns of tensor memory of q^T dS and of dout^T P."""
+        areas = self.plan.tmem
+        return areas["ds_q"].start, areas["dp" if self.plan.shared_sums else "p_dout"].start
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
     # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
@@ -376,10 +387,9 @@ class Backward(Forward):
         head, token = plan.rows.of(row, 0)
         s_phase, p_phase, dq_phase = Int32(0), Int32(1), Int32(0)
         stage, phase = Int32(0), Int32(0)
-        scale_log2, p_scale, ds_scale, unit = scales
+        scale_log2, sm_scale = scales
         for tile in cutlass.range(first, tiles, step):
             lse, w, offset = self.statistics(at, n, tile, head, token)
-            p_factor, ds_factor, offset = w * p_scale, w * ds_scale, offset * ds_scale
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
@@ -399,8 +409,8 @@ class Backward(Forward):
                 for key in cutlass.range_constexpr(KEYS):
                     p = cute.math.exp2(s[key] * scale_log2 - lse, fastmath=True)
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
-                    s[key] = p_factor * p
-                    dp[key] = p * (ds_factor * dp[key] + offset)
+                    s[key] = w * p
+                    dp[key] = p * (w * dp[key] + offset)
                 if const_expr(plan.own_exchange):
                     ptx.wait(bar["p_free"], p_phase)
                 p_phase ^= 1
@@ -414,7 +424,7 @@ class Backward(Forward):
                 self.arrive_both(bar["p_ready"])
             ptx.wait(bar["dq_ready"], dq_phase)
             dq_phase ^= 1
-            self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, unit)
+            self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale)
         if const_expr(plan.pair):
             # The other CTA's last signal has come: this one may end.
             ptx.wait(bar["p_free"], p_phase)
@@ -521,14 +531,14 @@ class Backward(Forward):
     # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d. Produces: dkv_free.
     # Consumes: dkv_ready, rows_ready.
     @cute.jit
-    def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, unit):
+    def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, sm_scale):
         plan = self.plan
         first, tiles, step = work
         lane = cute.arch.lane_idx()
         quadrant = warp - ROLE["epilogue"].first
         lanes = tmem + (quadrant * WARP << 16)
         rows_stage, rows_phase = Int32(0), Int32(0)
-        stage, phase = Int32(0), Int32(0)
+        phase = Int32(0)
         row_bytes = n["G"] * (plan.D * 4)
         if const_expr(plan.ordered):
             row_bytes = Int32(plan.D * 4)
@@ -546,53 +556,64 @@ class Backward(Forward):
                 ptx.wait(bar["rows_ready"] + 8 * rows_stage, rows_phase)
                 # Of 8 keys, and columns of tensor memory, lane l has two: 2 (l % 4) and the next.
                 numbers = smem["row_numbers"] + (rows_stage * BLOCK_K + lane % 4 * 2) * 4
-                rows = []
-                for eight in cutlass.range_constexpr(0, BLOCK_K, 8):
-                    for i, row in enumerate(ptx.load_words(numbers + eight * 4, 2)):
-                        if const_expr(plan.ordered):
-                            slot = block * BLOCK_K + eight + lane % 4 * 2 + i
-                            row = slot if row >= 0 else Int32(-1)
-                        rows.append(row)
-                self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
-                rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
+                first_slot = block * BLOCK_K + lane % 4 * 2
                 for chunk in cutlass.range(plan.chunks, unroll=1):
-                    self.add_chunk(bar, lanes, target + chunk * (CHUNK * 4), row_bytes, rows, stage, phase, unit)
-                    stage, phase = _next(stage, phase, plan.dkv_stages)
+                    there = target + chunk * (CHUNK * 4)
+                    self.add_chunk(bar, lanes, False, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                    phase ^= 1
                 if const_expr(plan.tail):
                     if self.tails(rank) == 1:
                         # Lanes 0 to 63 have columns that another chunk has added.
                         if quadrant < 2:
-                            ptx.wait(bar["dkv_ready"] + 8 * stage, phase)
-                            self.arrive_warp(bar["dkv_free"] + 8 * stage)
+                            ptx.wait(bar["dkv_ready"], phase)
+                            with cute.arch.elect_one():
+                                ptx.arrive(bar["dkv_free"])
                         else:
-                            self.add_chunk(bar, lanes, target + (D_V - SPAN) * 4, row_bytes, rows, stage, phase, unit)
-                        stage, phase = _next(stage, phase, plan.dkv_stages)
+                            there = target + (D_V - SPAN) * 4
+                            self.add_chunk(bar, lanes, True, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                        phase ^= 1
+                self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
+                rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
 
     @cute.jit
-    def add_chunk(self, bar, lanes, target, row_bytes, rows, stage, phase, unit):
+    def add_chunk(
+        self, bar, lanes, is_tail: cutlass.Constexpr, target, row_bytes, numbers, first_slot, phase, sm_scale
+    ):
         """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
 
         They stand side by side in the sums, so an addition of a warp is four whole lines.
         """
-        ptx.wait(bar["dkv_ready"] + 8 * stage, phase)
+        ptx.wait(bar["dkv_ready"], phase)
         ptx.fence_after()
         for half in cutlass.range_constexpr(2):
-            column = lanes + self.plan.tmem["dkv"].start + stage * BLOCK_K + half * HALF_K
-            # Register 4 i + 2 j + k: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k.
-            low, high = (ptx.load_fragments(column + (first << 16), HALF_K) for first in (0, WARP // 2))
-            cute.arch.fence_view_async_tmem_load()
+            # Register 4 i + 2 j + k of 16 lanes: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k. Parts one after the other:
+            # all at once would spill.
+            sums = []
+            for part, start in enumerate(self.sums()[: 1 if is_tail else 2]):
+                for i, first in enumerate((0, WARP // 2)):
+                    found = ptx.load_fragments(lanes + (first << 16) + start + half * HALF_K, HALF_K)
+                    cute.arch.fence_view_async_tmem_load()
+                    if const_expr(part == 0):
+                        sums.append([x * sm_scale for x in found])
+                    else:
+                        sums[i] = [x + y for x, y in zip(sums[i], found, strict=True)]
             if const_expr(half == 1):
                 ptx.fence_before()
-                self.arrive_warp(bar["dkv_free"] + 8 * stage)
-            for key in cutlass.range_constexpr(HALF_K // 4):
-                at = key // 2 * 4 + key % 2
-                row = rows[half * (HALF_K // 4) + key]
-                values = [x * unit for x in (low[at], low[at + 2], high[at], high[at + 2])]
-                put = ptx.store_quad if self.plan.ordered else ptx.add_quad
-                put(target + Int64(row) * row_bytes, values, row >= 0)
+                self.arrive_warp(bar["dkv_free"])
+            for eight in cutlass.range_constexpr(HALF_K // 8):
+                key = half * HALF_K + eight * 8
+                found = ptx.load_words(numbers + key * 4, 2)
+                for i in cutlass.range_constexpr(2):
+                    at = eight * 4 + i
+                    values = (sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2])
+                    if const_expr(self.plan.ordered):
+                        there = target + Int64(first_slot + key + i) * row_bytes
+                        ptx.store_quad(there, values, found[i] >= 0)
+                    else:
+                        ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
 
     @cute.jit
-    def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, unit):
+    def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale):
         """This CTA's columns of dq of a tile's row, half of tensor memory a warpgroup."""
         plan = self.plan
         ptx.fence_after()
@@ -605,7 +626,7 @@ class Backward(Forward):
         major, minor = (side, group) if plan.pair else (group, side)
         for x in cutlass.range_constexpr(0, HALF // 2, WARP):
             there = target + (major * HALF + minor * (HALF // 2) + x) * ITEM
-            self.store_columns(tmem + plan.tmem["dq"].start + group * (HALF // 2) + x, WARP, there, real, unit)
+            self.store_columns(tmem + plan.tmem["dq"].start + group * (HALF // 2) + x, WARP, there, real, sm_scale)
         if const_expr(plan.tail):
             width = plan.tmem["dq_tail"].size // 2
             there = target + (D_V + group * width) * ITEM
@@ -613,14 +634,14 @@ class Backward(Forward):
                 there += side * (SPAN // 2) * ITEM
             column = tmem + plan.tmem["dq_tail"].start + group * width
             if self.tails(rank) == 1:
-                self.store_columns(column, width, there, real, unit)
+                self.store_columns(column, width, there, real, sm_scale)
 
     @cute.jit
-    def store_columns(self, column, count: cutlass.Constexpr, target, real, unit):
+    def store_columns(self, column, count: cutlass.Constexpr, target, real, sm_scale):
         """`count` columns of a row of dq."""
         values = ptx.load_columns(column, count)
         cute.arch.fence_view_async_tmem_load()
-        words = ptx.pack_halves([v * unit for v in values], self.dtype)
+        words = ptx.pack_halves([v * sm_scale for v in values], self.dtype)
         if real:
             for vector in cutlass.range_constexpr(count * ITEM // 16):
                 ptx.store_global(target + vector * 16, words[4 * vector : 4 * vector + 4])

@@ -11,10 +11,11 @@ the tail. So each gathers half of the bytes, adds half of dkv, and the sum over 
 and dP are partial sums: of 32 of the 64 keys each CTA gives its part to the other, of the other 32 it gets the rest and
 makes P and dS, which both need. All products are of one CTA.
 
-Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of dkv^T = q^T dS + dout^T P, whose 64 columns
-are the keys. dkv has no staging: it goes from tensor memory through registers to global memory. Nothing is ever written
-over an operand that a product may still read, but P and dS, behind `p_free`. What threads and CTAs tell each other
-about S and dP uses the space of P and dS, before they are written; a pair without a tail has room of its own for it.
+Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of q^T dS (dout^T P), whose 64 columns are the
+keys; the two parts of dkv^T meet in registers, on their way from tensor memory to global memory: no staging. Nothing is
+ever written over an operand that a product may still read, but P and dS, behind `p_free`. What threads and CTAs tell
+each other about S and dP uses the space of P and dS, before they are written; a pair without a tail has room of its own
+for it.
 """
 
 from __future__ import annotations  # noqa: I001
@@ -54,9 +55,9 @@ class BackwardPlan(Plan):
         return self.columns // CHUNK
 
     @property
-    def dkv_stages(self) -> int:
-        """Chunks of dkv in tensor memory: where it has room, one is added while the next is made."""
-        return 1 if self.pair and self.tail else 2
+    def shared_sums(self) -> bool:
+        """Tensor memory is short: dout^T P lies where dP was, so the next scores wait until it has been read."""
+        return self.pair and bool(self.tail)
 
     @property
     def own_exchange(self) -> bool:
@@ -80,8 +81,8 @@ class BackwardPlan(Plan):
             *(both if self.pair else ()),
             Barrier("p_ready", ("softmax",), pair=True),
             Barrier("p_free", ("mma",), pair=True),
-            Barrier("dkv_ready", ("mma",), self.dkv_stages),
-            Barrier("dkv_free", ("epilogue",), self.dkv_stages),
+            Barrier("dkv_ready", ("mma",)),
+            Barrier("dkv_free", ("epilogue",)),
             Barrier("dq_ready", ("mma",)),
         )
 
@@ -118,7 +119,7 @@ class BackwardPlan(Plan):
             scores = {"dq_tail": self.tail, "s": BLOCK_K, "dp": BLOCK_K}
         else:
             scores = {"dq_tail": self.tail // 2, "s": BLOCK_K, "s_tail": self.tail // 2}
-        return lay_out({"dq": HALF, **scores, "dkv": self.dkv_stages * BLOCK_K})
+        return lay_out({"dq": HALF, **scores, "ds_q": BLOCK_K, **({} if self.shared_sums else {"p_dout": BLOCK_K})})
 
     def check(self) -> None:
         """Raise `PlanError` unless the hardware holds it."""

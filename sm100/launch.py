@@ -6,7 +6,6 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +39,6 @@ TOKENS_PER_TILE = (1, 2, 8)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 SLOTS_AT = 4  # where a call's sizes have the slots of a tile
-SMALLEST_UNIT = -14  # as a power of two: fp16 holds P times its inverse
 ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # Bytes that a deterministic backward may hold beside fp32 dkv and per-row values: a part of the terms of dkv, and for
 # each of its slots row numbers and their sorted order while torch sorts them.
@@ -270,16 +268,6 @@ def fwd(
     return out, lse
 
 
-def backward_scales(sm_scale: float) -> tuple[float, float, float, float]:
-    """What the backward multiplies with: scores (in powers of two), P, dS, and the sums dq and dkv.
-
-    `sm_scale dS q + P dout` is one sum of products, `unit (ds_scale dS q + p_scale P dout)`: a power of two as unit
-    leaves P's rounding as it is and dS within a factor of two of its own size.
-    """
-    unit = 2.0 ** max(SMALLEST_UNIT, min(0, math.floor(math.log2(sm_scale)))) if sm_scale > 0 else 1.0
-    return max(sm_scale, SMALLEST_SCALE) * LOG2_E, 1 / unit, sm_scale / unit, unit
-
-
 def columns_of(workspace: Tensor) -> Tensor:
     """The sums of dkv `[..., D]`, as a view, in the order of columns; the workspace has d, d + 8, d + 16, d + 24 of
     each 32 side by side (see `Backward.add_chunk`).
@@ -383,7 +371,7 @@ def bwd(
     call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
     tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
     strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
-    scales = backward_scales(float(sm_scale))
+    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))
     if deterministic:
         _ordered_sums(problem, plan, call, tensors, strides, scales)
     else:
