@@ -35,7 +35,7 @@ from .plan import (
     PRODUCER_REGISTERS, ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import ROW_ADD
-from .tile import PASSES, STEP, VECTOR, load_heads
+from .tile import PASSES, STEP, VECTOR, load_rows
 
 HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
 CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, the tail not counted
@@ -237,8 +237,8 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
-                load_heads(dO, dO_s, b, t, head_0, heads, r0, c0, D_V)
+                load_rows(Q, Q_s, b, t, head_0, heads, 1, 1, r0, c0, D)
+                load_rows(dO, dO_s, b, t, head_0, heads, 1, 1, r0, c0, D_V)
                 T.ptx_commit_group()
                 T.ptx_wait_group(0)
                 T.fence_proxy_async()

@@ -6,7 +6,7 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,19 @@ from .. import env
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from .plan import BLOCK_K, CHUNK, HALF, LOG2_E, ROWS, SMEM_LIMIT, THREADS, Plan
+from .plan import (
+    BLOCK_K,
+    CHUNK,
+    HALF,
+    LOG2_E,
+    ROWS,
+    SMEM_LIMIT,
+    THREADS,
+    TOKENS_PER_TILE,
+    UNION_SPANS,
+    Plan,
+    UnionPlan,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,13 +45,23 @@ BUILT_FOR = {
     "bwd_stages": 1,
     "bwd_block_k": BLOCK_K,
     "bwd_split_store": HALF // CHUNK,
-    "tokens_per_tile": 1,
 }
 
 
-def plan_of(problem: Problem) -> Plan:
-    """The compile-time part of a problem."""
-    return Plan(problem.D, str(problem.dtype).split(".")[1], str(problem.index_dtype).split(".")[1])
+def plan_of(problem: Problem, tokens: int = 1) -> Plan:
+    """The compile-time part of a problem; union lists are int32."""
+    index_dtype = problem.index_dtype if tokens == 1 else torch.int32
+    return Plan(problem.D, _name(problem.dtype), _name(index_dtype), tokens)
+
+
+def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The same for the kernel that makes union lists."""
+    span = next((span for span in UNION_SPANS if problem.S_kv <= span), max(UNION_SPANS))
+    return UnionPlan(tokens, _name(problem.index_dtype), span)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
 
 
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
@@ -57,6 +79,15 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
             raise UnsupportedError(
                 f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}"
             )
+    tokens, heads = config.tokens_per_tile or 1, problem.heads_per_group
+    if tokens not in TOKENS_PER_TILE:
+        raise UnsupportedError(f"the sm90 kernels take tokens_per_tile in {TOKENS_PER_TILE}, not {tokens}")
+    if tokens > 1 and tokens * heads > ROWS:
+        most = next(t for t in reversed(TOKENS_PER_TILE) if t == 1 or t * heads <= ROWS)
+        raise UnsupportedError(
+            f"tokens_per_tile = {tokens} with {heads} heads per group needs more than the {ROWS} rows of a tile; "
+            f"{most} fits"
+        )
 
 
 def _why(name: str, wished: int, problem: Problem) -> str:
@@ -118,18 +149,57 @@ def _tiles(problem: Problem) -> int:
     return -(-problem.heads_per_group // ROWS)
 
 
+class Lists(NamedTuple):
+    """Gather lists of the tiles, in the order of the kernels' arguments.
+
+    `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
+    `positions [B, S]`; the flags `(causal, has_length, has_positions)`.
+    """
+
+    slots: Tensor
+    bits: Tensor
+    lengths: Tensor
+    positions: Tensor
+    flags: tuple[int, int, int]
+
+
+def unions(
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them."""
+    B, S, G, K = indices.shape
+    L, device = -(-S // tokens), indices.device
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    rows, bits = (torch.empty((B, L, G, tokens * K), dtype=torch.int32, device=device) for _ in range(2))
+    counts = torch.empty((B, L, G), dtype=torch.int32, device=device)
+    _build().kernel("unions", union_plan_of(problem, tokens))(
+        indices, lengths, positions, rows, bits, counts, problem.S_kv, *flags
+    )
+    return rows, bits, counts
+
+
+def _lists(
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
+) -> Lists:
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, indices.device)
+    if tokens > 1:
+        return Lists(*unions(problem, tokens, indices, topk_length, q_positions), positions, (0, 1, 0))
+    nobody = _scalar(indices.device, 0, torch.int32).expand(indices.shape)
+    return Lists(indices, nobody, lengths[:, :, None].expand(indices.shape[:3]), positions, flags)
+
+
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out [B, S, H, 512], lse [B, S, H])`, one launch."""
-    B, S, H = problem.B, problem.S, problem.H
+    """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after that of the union lists for tiles of several tokens."""
+    B, S, H, tokens = problem.B, problem.S, problem.H, config.tokens_per_tile or 1
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, q.device)
+    *lists, flags = _lists(problem, tokens, indices, topk_length, q_positions)
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    _build().kernel("forward", plan_of(problem))(
-        q, kv, indices, lengths, positions, _sink(problem, attn_sink, q.device), out, lse,
+    _build().kernel("forward", plan_of(problem, tokens))(
+        q, kv, *lists, _sink(problem, attn_sink, q.device), out, lse,
         scale_log2, problem.heads_per_group, _tiles(problem), *flags,
     )  # fmt: skip
     return out, lse

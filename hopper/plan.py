@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
-ROWS = 64  # heads of a tile: one wgmma M
+ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
+TOKENS_PER_TILE = (1, 2, 4, 8, 16)
+# Rows of kv whose masks the union lists hold at a time, and threads: several CTAs a multiprocessor, or all that fits.
+UNION_SPANS = {16_384: 512, 98_304: 1024}
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
@@ -27,11 +30,16 @@ BARRIER_BYTES = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values."""
+    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values.
+
+    With `tokens` above 1 a tile's rows are that many neighbouring tokens, each with its heads padded to
+    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32.
+    """
 
     D: int
     dtype: str
     index_dtype: str
+    tokens: int = 1
 
     @property
     def forward_smem(self) -> dict[str, int]:
@@ -39,7 +47,7 @@ class Plan:
         parts = {
             f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
             f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,
-            "slot bias, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
+            "slot bias or bits, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
         if self.D == D_V:
@@ -57,3 +65,16 @@ class Plan:
             "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
+
+
+@dataclass(frozen=True)
+class UnionPlan:
+    """What the kernel of the union lists is compiled for: `span` rows of kv have their masks in shared memory."""
+
+    tokens: int
+    index_dtype: str
+    span: int
+
+    @property
+    def threads(self) -> int:
+        return UNION_SPANS[self.span]

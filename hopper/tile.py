@@ -1,22 +1,52 @@
-"""Copies that the forward's and the backward's copy warpgroup share. 8 threads a row, 16 bytes a thread and step."""
+"""What a row of a tile stands for, and the copies that the forward's and the backward's copy warpgroup share.
+
+Copies: 8 threads a row, 16 bytes a thread and step.
+"""
+
+from typing import Any
 
 import tilelang.language as T
+
+from .plan import ROWS
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
 PASSES = 4  # of 16 rows: 128 threads cover 64 rows
 
 
+def token_of(row: Any, tokens: int) -> Any:
+    """Token that a row of a tile of so many tokens belongs to, counted from the tile's first."""
+    return 0 if tokens == 1 else row // (ROWS // tokens)
+
+
+def head_of(row: Any, tokens: int) -> Any:
+    """Head of a row, counted from the tile's first."""
+    return row if tokens == 1 else row % (ROWS // tokens)
+
+
+def exists(row: Any, tokens: int, heads: Any, tokens_left: Any) -> Any:
+    """Whether a row stands for one of the tile's `heads` heads and a token before the end of the sequence."""
+    if tokens == 1:
+        return row < heads
+    return (head_of(row, tokens) < heads) & (token_of(row, tokens) < tokens_left)
+
+
+def if_exists(row: Any, tokens: int, heads: Any, tokens_left: Any) -> tuple[Any, Any]:
+    """Token and head of a row, those of row 0 where it does not exist: an address that may be formed."""
+    there = exists(row, tokens, heads, tokens_left)
+    token = 0 if tokens == 1 else T.if_then_else(there, token_of(row, tokens), 0)
+    return token, T.if_then_else(there, head_of(row, tokens), 0)
+
+
 @T.macro
-def load_heads(X, X_s, b, t, head_0, heads, r0, c0, columns):
-    """Rows `[head_0, head_0 + 64)` of token t into shared memory; rows from `heads` on become zero and are not read."""
+def load_rows(X, X_s, b, t, head_0, heads, tokens, tokens_left, r0, c0, columns):
+    """The rows of a tile whose first token is t into shared memory; a row that does not exist becomes zero, unread."""
     for r in T.unroll(PASSES):
         for u in T.unroll(columns // STEP):
+            token, head = if_exists(r * 16 + r0, tokens, heads, tokens_left)
             T.ptx_cp_async(
                 T.access_ptr(X_s[r * 16 + r0, u * STEP + c0], "w", VECTOR),
-                T.access_ptr(
-                    X[b, t, head_0 + T.if_then_else(r * 16 + r0 < heads, r * 16 + r0, 0), u * STEP + c0], "r", VECTOR
-                ),
+                T.access_ptr(X[b, t + token, head_0 + head, u * STEP + c0], "r", VECTOR),
                 VECTOR,
-                predicate=r * 16 + r0 < heads,
+                predicate=exists(r * 16 + r0, tokens, heads, tokens_left),
             )
