@@ -24,8 +24,8 @@ over in the tail columns of its own buffer, where there is a tail):
                               frees left_free[1]                frees right_free[1]
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
-invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0; with several tokens,
-so do the rows of S whose token did not select the slot.
+invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0; with several
+tokens, so do the rows of S whose token did not select the slot.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -35,7 +35,7 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .tile import PASSES, STEP, VECTOR, exists, head_of, if_exists, load_rows, token_of
+from .tile import PASSES, STEP, VECTOR, exists, head_of, if_exists, load_rows, store_rows, token_of
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
@@ -318,9 +318,7 @@ def build(plan: Plan) -> PrimFunc:
                 for h, d in T.Parallel(ROWS, HALF):
                     o_l[h, d] *= l_0[h]
                 T.copy(o_l, Q_s[:, :HALF])
-                for h, d in T.Parallel(ROWS, HALF):
-                    if exists(h, TOKENS, heads, left):
-                        Out[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS), d] = Q_s[h, d]
+                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF)
 
             # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
             else:
@@ -406,8 +404,6 @@ def build(plan: Plan) -> PrimFunc:
                 for h, d in T.Parallel(ROWS, HALF):
                     o_r[h, d] *= l_1[h]
                 T.copy(o_r, Q_s[:, HALF:D_V])
-                for h, d in T.Parallel(ROWS, HALF):
-                    if exists(h, TOKENS, heads, left):
-                        Out[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS), HALF + d] = Q_s[h, HALF + d]
+                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V)
 
     return sparse_mla_fwd

@@ -149,21 +149,7 @@ def _tiles(problem: Problem) -> int:
     return -(-problem.heads_per_group // ROWS)
 
 
-class Lists(NamedTuple):
-    """Gather lists of the tiles, in the order of the kernels' arguments.
-
-    `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
-    `positions [B, S]`; the flags `(causal, has_length, has_positions)`.
-    """
-
-    slots: Tensor
-    bits: Tensor
-    lengths: Tensor
-    positions: Tensor
-    flags: tuple[int, int, int]
-
-
-def unions(
+def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(rows, bits, lengths)` of the union lists, as `unions.py` has them."""
@@ -178,28 +164,45 @@ def unions(
     return rows, bits, counts
 
 
-def _lists(
-    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
-) -> Lists:
+class Gather(NamedTuple):
+    """What a kernel gathers, in the order of its arguments.
+
+    `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
+    `positions [B, S]`; the flags `(causal, has_length, has_positions)`.
+    """
+
+    slots: Tensor
+    bits: Tensor
+    lengths: Tensor
+    positions: Tensor
+    flags: tuple[int, int, int]
+
+
+def _gather(
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> Gather:  # fmt: skip
     lengths, positions, flags = _slots(problem, q_positions, topk_length, indices.device)
     if tokens > 1:
-        return Lists(*unions(problem, tokens, indices, topk_length, q_positions), positions, (0, 1, 0))
+        rows, bits, counts = lists or make_lists(problem, tokens, indices, topk_length, q_positions)
+        return Gather(rows, bits, counts, positions, (0, 1, 0))
     nobody = _scalar(indices.device, 0, torch.int32).expand(indices.shape)
-    return Lists(indices, nobody, lengths[:, :, None].expand(indices.shape[:3]), positions, flags)
+    return Gather(indices, nobody, lengths[:, :, None].expand(indices.shape[:3]), positions, flags)
 
 
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after that of the union lists for tiles of several tokens."""
+    """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after that of the union lists where no plan has them."""
     B, S, H, tokens = problem.B, problem.S, problem.H, config.tokens_per_tile or 1
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
-    *lists, flags = _lists(problem, tokens, indices, topk_length, q_positions)
+    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists)
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     _build().kernel("forward", plan_of(problem, tokens))(
-        q, kv, *lists, _sink(problem, attn_sink, q.device), out, lse,
+        q, kv, *gather, _sink(problem, attn_sink, q.device), out, lse,
         scale_log2, problem.heads_per_group, _tiles(problem), *flags,
     )  # fmt: skip
     return out, lse
@@ -209,6 +212,7 @@ def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
     attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`(dq, dkv, d_sink)`: per-row values, the main kernel, and the rounding of dkv unless fp32 is wanted.
 

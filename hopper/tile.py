@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from .plan import ROWS
+from .plan import ROWS, WARPGROUP
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
@@ -24,29 +24,41 @@ def head_of(row: Any, tokens: int) -> Any:
     return row if tokens == 1 else row % (ROWS // tokens)
 
 
-def exists(row: Any, tokens: int, heads: Any, tokens_left: Any) -> Any:
-    """Whether a row stands for one of the tile's `heads` heads and a token before the end of the sequence."""
+def exists(row: Any, tokens: int, heads: Any, left: Any) -> Any:
+    """Whether a row stands for one of the tile's `heads` heads and one of the `left` tokens to the sequence's end."""
     if tokens == 1:
         return row < heads
-    return (head_of(row, tokens) < heads) & (token_of(row, tokens) < tokens_left)
+    return (head_of(row, tokens) < heads) & (token_of(row, tokens) < left)
 
 
-def if_exists(row: Any, tokens: int, heads: Any, tokens_left: Any) -> tuple[Any, Any]:
+def if_exists(row: Any, tokens: int, heads: Any, left: Any) -> tuple[Any, Any]:
     """Token and head of a row, those of row 0 where it does not exist: an address that may be formed."""
-    there = exists(row, tokens, heads, tokens_left)
+    there = exists(row, tokens, heads, left)
     token = 0 if tokens == 1 else T.if_then_else(there, token_of(row, tokens), 0)
     return token, T.if_then_else(there, head_of(row, tokens), 0)
 
 
 @T.macro
-def load_rows(X, X_s, b, t, head_0, heads, tokens, tokens_left, r0, c0, columns):
+def load_rows(X, X_s, b, t, head_0, heads, tokens, left, r0, c0, columns):
     """The rows of a tile whose first token is t into shared memory; a row that does not exist becomes zero, unread."""
     for r in T.unroll(PASSES):
         for u in T.unroll(columns // STEP):
-            token, head = if_exists(r * 16 + r0, tokens, heads, tokens_left)
+            token, head = if_exists(r * 16 + r0, tokens, heads, left)
             T.ptx_cp_async(
                 T.access_ptr(X_s[r * 16 + r0, u * STEP + c0], "w", VECTOR),
                 T.access_ptr(X[b, t + token, head_0 + head, u * STEP + c0], "r", VECTOR),
                 VECTOR,
-                predicate=exists(r * 16 + r0, tokens, heads, tokens_left),
+                predicate=exists(r * 16 + r0, tokens, heads, left),
             )
+
+
+@T.macro
+def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last):
+    """Columns `[first, last)` of the rows that exist, from shared memory, by a warpgroup in 16-byte steps."""
+    threads_a_row = (last - first) // VECTOR
+    for r in T.unroll(ROWS * threads_a_row // WARPGROUP):
+        row = r * (WARPGROUP // threads_a_row) + lane // threads_a_row
+        column = first + lane % threads_a_row * VECTOR
+        if exists(row, tokens, heads, left):
+            for v in T.vectorized(VECTOR):
+                X[b, t + token_of(row, tokens), head_0 + head_of(row, tokens), column + v] = X_s[row, column + v]

@@ -1,0 +1,115 @@
+"""Token groups of the SM90 path in the simulator: the union lists slot by slot, and the kernels over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from bench.cases import Case
+from cute_sparse_mla import validation
+from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.precision import Judge
+
+from .ptx_sim import project_hopper
+from .ptx_sim.races import Races
+from .sm100 import poisoned
+
+REASON = project_hopper.unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
+if REASON is None:
+    project_hopper.capture_tilelang.prepare()
+
+EVERYTHING = Case(
+    B=2, S=19, S_kv=300, H=8, G=2, K=70, invalid="out_of_range", length="random", causal=True, duplicates=True,
+    index_dtype=torch.int64, sink="random",
+)  # fmt: skip
+LISTS = (
+    (EVERYTHING, 8),
+    (Case(S=5, S_kv=700, H=4, K=33, positions="random", duplicates=True, invalid="one_row"), 2),
+    (Case(S=33, S_kv=900, H=4, K=130, duplicates=True, length="zero", packed=True), 16),
+    (Case(S=9, S_kv=40, H=4, K=600, invalid="shuffled"), 4),
+)
+SMALL_SPANS = {64: 64, 128: 128}  # rows of kv at a time and threads: many ranges, some without a selected row
+
+
+def checked(case: Case, seed: int = 0) -> validation.Call:
+    """The batched call of a case; every list of rows holds a far-off one, so that ranges between them are empty."""
+    inputs = case.inputs(seed)
+    return validation.forward(
+        inputs.q, inputs.kv, inputs.indices, d_v=512, causal=inputs.causal, q_positions=inputs.q_positions,
+        topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
+    )  # fmt: skip
+
+
+def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
+    """How often a token selects each row, by the contract's rule."""
+    problem = call.problem
+    if t >= problem.S:
+        return Counter()
+    length = problem.K if call.topk_length is None else int(call.topk_length[b, t])
+    limit = problem.S_kv
+    if problem.causal:
+        position = t + problem.S_kv - problem.S if call.q_positions is None else int(call.q_positions[b, t])
+        limit = min(limit, position + 1)
+    return Counter(row for row in call.indices[b, t, g, : max(0, length)].tolist() if 0 <= row < limit)
+
+
+@pytest.mark.parametrize("spans", (None, SMALL_SPANS), ids=("one_range", "ranges"))
+@pytest.mark.parametrize(("case", "tokens"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_lists(case: Case, tokens: int, spans: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, observer = checked(case), Races()
+    if spans:
+        call.indices.masked_fill_((call.indices > 70) & (call.indices < 290), 3)
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch, plan
+
+        for module in (launch, plan):
+            monkeypatch.setattr(module, "UNION_SPANS", spans or plan.UNION_SPANS)
+        rows, bits, lengths = launch.make_lists(call.problem, tokens, call.indices, call.topk_length, call.q_positions)
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+    B, S, G, _ = call.indices.shape
+    assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * case.K)
+    for b, tile, g in ((b, tile, g) for b in range(B) for tile in range(lengths.shape[1]) for g in range(G)):
+        count = int(lengths[b, tile, g])
+        slots = list(zip(rows[b, tile, g, :count].tolist(), bits[b, tile, g, :count].tolist(), strict=True))
+        wanted = [selected(call, b, tile * tokens + j, g) for j in range(tokens)]
+        for j, want in enumerate(wanted):
+            assert Counter(row for row, bit in slots if bit >> j & 1) == want
+        distinct = set().union(*wanted)
+        assert [row for row, _ in slots[: len(distinct)]] == sorted(distinct)
+        assert count == len(distinct) + sum(want.total() - len(want) for want in wanted)
+        assert all(bit in (1 << j for j in range(tokens)) for _, bit in slots[len(distinct) :])
+
+
+FORWARD = (
+    (EVERYTHING, 8),
+    (EVERYTHING.but(H=48, S=3, D=512, dtype=torch.float16, index_dtype=torch.int32), 2),
+    (Case(S=17, S_kv=200, H=3, K=50, invalid="one_row", packed=True), 16),
+)
+
+
+@pytest.mark.parametrize(("case", "tokens"), FORWARD, ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_forward(case: Case, tokens: int) -> None:
+    """Within the precision clause and without a race; what no index names is NaN."""
+    inputs, observer = case.inputs(seed=tokens), Races()
+    sent = poisoned(inputs)
+    call = validation.forward(
+        sent.q, sent.kv, sent.indices, d_v=512, causal=sent.causal, q_positions=sent.q_positions,
+        topk_length=sent.topk_length, attn_sink=sent.attn_sink,
+    )  # fmt: skip
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        out, lse = launch.fwd(
+            call.problem, SparseAttentionConfig(tokens_per_tile=tokens), call.q, call.kv, call.indices,
+            sm_scale=inputs.sm_scale, topk_length=call.topk_length, q_positions=call.q_positions,
+            attn_sink=call.attn_sink,
+        )  # fmt: skip
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+    results = (out[0], lse[0]) if case.packed else (out, lse)
+    checks = Judge(inputs).forward_checks(*results)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
