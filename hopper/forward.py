@@ -35,7 +35,7 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .tile import PASSES, STEP, VECTOR, exists, head_of, if_exists, load_rows, store_rows, token_of
+from .tile import PASSES, STEP, VECTOR, exists, head_of, if_exists, load_bits, load_rows, selects, store_rows, token_of
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
@@ -73,28 +73,12 @@ def build(plan: Plan) -> PrimFunc:
                     predicate=ok[PASSES * stage + r],
                 )
 
-    def selects(word, row):
-        """Whether the token of a row selected the slot whose bits these are."""
-        return (word >> token_of(row, TOKENS)) & 1
-
     @T.macro
-    def hand_over(Bits, slots, ready, stage, i, ok, b, ti, g, lane, r0, length):
-        if TOKENS == 1:
-            if lane % 8 == 0:
-                for r in T.unroll(PASSES):
-                    slots[stage, r * 16 + r0] = T.if_then_else(ok[PASSES * stage + r], T.float32(0), -T.infinity(fp32))
-            T.barrier_arrive(ready[stage])
-        else:
-            if lane < BLOCK_K:
-                slot = T.alloc_var("int32")
-                slot = (2 * i + stage) * BLOCK_K + lane
-                T.ptx_cp_async(
-                    T.access_ptr(slots[stage, lane], "w", 1),
-                    T.access_ptr(Bits[b, ti, g, T.if_then_else(slot < length, slot, 0)], "r", 1),
-                    1,
-                    predicate=slot < length,
-                )
-            T.cp_async_barrier_noinc(ready[stage])
+    def say_start(slots, ready, stage, ok, lane, r0):
+        if lane % 8 == 0:
+            for r in T.unroll(PASSES):
+                slots[stage, r * 16 + r0] = T.if_then_else(ok[PASSES * stage + r], T.float32(0), -T.infinity(fp32))
+        T.barrier_arrive(ready[stage])
 
     @T.macro
     def start(s, slots, stage):
@@ -103,7 +87,7 @@ def build(plan: Plan) -> PrimFunc:
             if TOKENS == 1:
                 s[h, k] = slots[stage, k]
             else:
-                s[h, k] = T.if_then_else(selects(slots[stage, k], h) != 0, T.float32(0), -T.infinity(fp32))
+                s[h, k] = T.if_then_else(selects(slots[stage, k], h, TOKENS), T.float32(0), -T.infinity(fp32))
 
     @T.prim_func
     def sparse_mla_fwd(
@@ -215,14 +199,22 @@ def build(plan: Plan) -> PrimFunc:
                             idx[j] = Indices[b, ti, g, slot]
 
                     T.barrier_wait(left_free[0], (i & 1) ^ 1)
+                    if TOKENS > 1:
+                        load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
+                        T.cp_async_barrier_noinc(slots_ready[0])
                     gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, 0, HALF)
                     T.cp_async_barrier_noinc(left_ready[0])
-                    hand_over(Bits, slots, slots_ready, 0, i, ok, b, ti, g, lane, r0, length)
+                    if TOKENS == 1:
+                        say_start(slots, slots_ready, 0, ok, lane, r0)
 
                     T.barrier_wait(right_free[1], (i & 1) ^ 1)
+                    if TOKENS > 1:
+                        load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
+                        T.cp_async_barrier_noinc(slots_ready[1])
                     gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
                     T.cp_async_barrier_noinc(right_ready[1])
-                    hand_over(Bits, slots, slots_ready, 1, i, ok, b, ti, g, lane, r0, length)
+                    if TOKENS == 1:
+                        say_start(slots, slots_ready, 1, ok, lane, r0)
 
                     T.barrier_wait(right_free[0], (i & 1) ^ 1)
                     gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)

@@ -118,9 +118,14 @@ def _build() -> ModuleType:
 
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
-    plan, build = plan_of(problem), _build()
-    for kind in ("forward", *(("preprocess", "backward", "postprocess") if backward else ())):
+    tokens, build = config.tokens_per_tile or 1, _build()
+    plan = plan_of(problem, tokens)
+    for kind in ("forward", *(("backward",) if backward else ())):
         build.kernel(kind, plan)
+    for kind in ("preprocess", "postprocess") if backward else ():
+        build.kernel(kind, plan_of(problem))
+    for span in UNION_SPANS if tokens > 1 else ():
+        build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), span))
 
 
 @functools.cache
@@ -224,22 +229,23 @@ def bwd(
             "backend='reference' is deterministic"
         )
     B, S, H = problem.B, problem.S, problem.H
-    plan, build, device = plan_of(problem), _build(), q.device
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    tokens = config.tokens_per_tile or 1
+    plan, build, device = plan_of(problem, tokens), _build(), q.device
+    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists)
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
-    build.kernel("preprocess", plan)(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
+    build.kernel("preprocess", plan_of(problem))(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     build.kernel("backward", plan)(
-        q, kv, dout, indices, lengths, positions, stats, dq, acc,
+        q, kv, dout, *gather, stats, dq, acc,
         scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), *flags,
     )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
-        build.kernel("postprocess", plan)(acc.view(-1), rounded.view(-1))
+        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1))
         return dq, rounded, d_sink
     return dq, acc, d_sink

@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from .plan import ROWS, WARPGROUP
+from .plan import BLOCK_K, ROWS, WARPGROUP
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
@@ -36,6 +36,24 @@ def if_exists(row: Any, tokens: int, heads: Any, left: Any) -> tuple[Any, Any]:
     there = exists(row, tokens, heads, left)
     token = 0 if tokens == 1 else T.if_then_else(there, token_of(row, tokens), 0)
     return token, T.if_then_else(there, head_of(row, tokens), 0)
+
+
+def selects(bits: Any, row: Any, tokens: int) -> Any:
+    """Whether the token of a row selected the slot with these bits."""
+    return (bits >> token_of(row, tokens)) & 1 != 0
+
+
+@T.macro
+def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
+    """Bits of the 64 slots from `first` of a tile's list, by `cp.async`; 0 at `length` and beyond, unread."""
+    if lane < BLOCK_K:
+        slot = first + lane
+        T.ptx_cp_async(
+            T.access_ptr(slot_bits[stage, lane], "w", 1),
+            T.access_ptr(Bits[b, ti, g, T.if_then_else(slot < length, slot, 0)], "r", 1),
+            1,
+            predicate=slot < length,
+        )
 
 
 @T.macro

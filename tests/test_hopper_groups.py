@@ -6,15 +6,17 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
+import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla import validation
 from cute_sparse_mla.config import SparseAttentionConfig
-from cute_sparse_mla.precision import Judge
+from cute_sparse_mla.precision import Inputs, Judge
 
 from .ptx_sim import project_hopper
 from .ptx_sim.races import Races
-from .sm100 import poisoned
+from .simulated_judge import judge_gradients, poisoned
 
 REASON = project_hopper.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
@@ -23,7 +25,7 @@ if REASON is None:
 
 EVERYTHING = Case(
     B=2, S=19, S_kv=300, H=8, G=2, K=70, invalid="out_of_range", length="random", causal=True, duplicates=True,
-    index_dtype=torch.int64, sink="random",
+    index_dtype=torch.int64, sink="random", dlse=True,
 )  # fmt: skip
 LISTS = (
     (EVERYTHING, 8),
@@ -84,32 +86,43 @@ def test_lists(case: Case, tokens: int, spans: dict | None, monkeypatch: pytest.
         assert all(bit in (1 << j for j in range(tokens)) for _, bit in slots[len(distinct) :])
 
 
-FORWARD = (
+CALLS = (
     (EVERYTHING, 8),
     (EVERYTHING.but(H=48, S=3, D=512, dtype=torch.float16, index_dtype=torch.int32), 2),
     (Case(S=17, S_kv=200, H=3, K=50, invalid="one_row", packed=True), 16),
 )
 
 
-@pytest.mark.parametrize(("case", "tokens"), FORWARD, ids=lambda value: str(value) if isinstance(value, int) else "")
+def options(inputs: Inputs, tokens: int) -> dict:
+    return {**inputs.options, "backend": "sm90", "config": SparseAttentionConfig(tokens_per_tile=tokens)}
+
+
+def clean(observer: Races, recorder: project_hopper.capture_tilelang.Recorder) -> None:
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+
+
+@pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "fp16_512", "packed"))
 def test_forward(case: Case, tokens: int) -> None:
     """Within the precision clause and without a race; what no index names is NaN."""
     inputs, observer = case.inputs(seed=tokens), Races()
     sent = poisoned(inputs)
-    call = validation.forward(
-        sent.q, sent.kv, sent.indices, d_v=512, causal=sent.causal, q_positions=sent.q_positions,
-        topk_length=sent.topk_length, attn_sink=sent.attn_sink,
-    )  # fmt: skip
     with project_hopper.simulated(observer=observer) as recorder:
-        from cute_sparse_mla.hopper import launch
-
-        out, lse = launch.fwd(
-            call.problem, SparseAttentionConfig(tokens_per_tile=tokens), call.q, call.kv, call.indices,
-            sm_scale=inputs.sm_scale, topk_length=call.topk_length, q_positions=call.q_positions,
-            attn_sink=call.attn_sink,
-        )  # fmt: skip
-    assert not observer.races, observer.races[0].text
-    assert not [finding for report in recorder.reports for finding in report.findings]
-    results = (out[0], lse[0]) if case.packed else (out, lse)
-    checks = Judge(inputs).forward_checks(*results)
+        out, lse = cute_sparse_mla.fwd(sent.q, sent.kv, sent.indices, **options(inputs, tokens))
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+@pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "fp16_512", "packed"))
+def test_backward(case: Case, tokens: int) -> None:
+    observer = Races()
+    with project_hopper.simulated(observer=observer) as recorder:
+
+        def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return cute_sparse_mla.bwd(
+                i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, **options(i, tokens)
+            )
+
+        judge_gradients(case.inputs(seed=tokens), backward)
+    clean(observer, recorder)

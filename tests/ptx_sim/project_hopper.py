@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 
@@ -28,33 +29,43 @@ def unavailable() -> str | None:
     return reason
 
 
+# What a kernel writes whole; starts as NaN.
+OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",)}
+
+
 class _Simulated:
     """Stands in for a compiled TileLang kernel."""
 
-    def __init__(self, kernel: object, recorder: capture_tilelang.Recorder) -> None:
+    def __init__(self, kernel: object, recorder: capture_tilelang.Recorder, outputs: tuple[str, ...]) -> None:
         self.kernel = kernel
         self.recorder = recorder
+        self.outputs = outputs
 
     def __call__(self, *arguments: object) -> None:
         names = [str(p.name).removesuffix("_handle") for p in self.kernel.prim_func.params]
         tensors = {n: a for n, a in zip(names, arguments, strict=True) if isinstance(a, torch.Tensor)}
+        for name in self.outputs:
+            tensors[name].fill_(torch.nan)
         self.recorder.call(self.kernel, tensors, *arguments)
 
 
 @contextmanager
 def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.Recorder]:
-    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator, or are only recorded."""
+    """Inside, `backend="sm90"` takes CPU tensors and runs in the simulator; with `run=False` launches are recorded."""
     capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
+
+    from cute_sparse_mla import env
 
     recorder = capture_tilelang.Recorder(run=run)
     recorder.options = options
     real = build.kernel
-    build.kernel = lambda kind, plan: _Simulated(real(kind, plan), recorder)
-    try:
+
+    def kernel(kind: str, plan: object) -> _Simulated:
+        return _Simulated(real(kind, plan), recorder, OUTPUTS.get(kind, ()))
+
+    with mock.patch.object(build, "kernel", kernel), mock.patch.object(env, "capability", lambda device: (9, 0)):
         yield recorder
-    finally:
-        build.kernel = real
 
 
 @dataclass
