@@ -19,12 +19,13 @@ from .plan import (
     BLOCK_K,
     CHUNK,
     HALF,
+    L2_BYTES,
     LOG2_E,
     ROWS,
     SMEM_LIMIT,
     THREADS,
     TOKENS_PER_TILE,
-    UNION_SPANS,
+    UNION_SIZES,
     Plan,
     UnionPlan,
 )  # fmt: skip
@@ -48,16 +49,21 @@ BUILT_FOR = {
 }
 
 
-def plan_of(problem: Problem, tokens: int = 1) -> Plan:
-    """The compile-time part of a problem; union lists are int32."""
-    index_dtype = problem.index_dtype if tokens == 1 else torch.int32
+def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
+    """The compile-time part of a problem whose kernel reads the indices or, with `lists`, int32 lists of them."""
+    index_dtype = torch.int32 if lists else problem.index_dtype
     return Plan(problem.D, _name(problem.dtype), _name(index_dtype), tokens)
+
+
+def sorts_rows(problem: Problem) -> bool:
+    """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
+    return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
 
 
 def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
     """The same for the kernel that makes union lists."""
-    span = next((span for span in UNION_SPANS if problem.S_kv <= span), max(UNION_SPANS))
-    return UnionPlan(tokens, _name(problem.index_dtype), span)
+    plans = [UnionPlan(tokens, _name(problem.index_dtype), size) for size in UNION_SIZES]
+    return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -119,13 +125,15 @@ def _build() -> ModuleType:
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
     tokens, build = config.tokens_per_tile or 1, _build()
-    plan = plan_of(problem, tokens)
-    for kind in ("forward", *(("backward",) if backward else ())):
-        build.kernel(kind, plan)
-    for kind in ("preprocess", "postprocess") if backward else ():
-        build.kernel(kind, plan_of(problem))
-    for span in UNION_SPANS if tokens > 1 else ():
-        build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), span))
+    build.kernel("forward", plan_of(problem, tokens, tokens > 1))
+    if backward:
+        for kind in ("preprocess", "postprocess"):
+            build.kernel(kind, plan_of(problem))
+        # Single tokens: from the indices, and from lists where dkv is large.
+        for lists in (False, True) if tokens == 1 else (True,):
+            build.kernel("backward", plan_of(problem, tokens, lists))
+    for size in UNION_SIZES if tokens > 1 or backward else ():
+        build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), size))
 
 
 @functools.cache
@@ -161,7 +169,9 @@ def make_lists(
     B, S, G, K = indices.shape
     L, device = -(-S // tokens), indices.device
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
-    rows, bits = (torch.empty((B, L, G, tokens * K), dtype=torch.int32, device=device) for _ in range(2))
+    rows = torch.empty((B, L, G, tokens * K), dtype=torch.int32, device=device)
+    # Lists of single tokens have no bits.
+    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
     counts = torch.empty((B, L, G), dtype=torch.int32, device=device)
     _build().kernel("unions", union_plan_of(problem, tokens))(
         indices, lengths, positions, rows, bits, counts, problem.S_kv, *flags
@@ -185,10 +195,11 @@ class Gather(NamedTuple):
 
 def _gather(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None,
+    lists: tuple[Tensor, ...] | None, in_order: bool = False,
 ) -> Gather:  # fmt: skip
+    """From a plan's lists, or else from the indices; `in_order` wants lists for single tokens too."""
     lengths, positions, flags = _slots(problem, q_positions, topk_length, indices.device)
-    if tokens > 1:
+    if tokens > 1 or in_order:
         rows, bits, counts = lists or make_lists(problem, tokens, indices, topk_length, q_positions)
         return Gather(rows, bits, counts, positions, (0, 1, 0))
     nobody = _scalar(indices.device, 0, torch.int32).expand(indices.shape)
@@ -206,7 +217,7 @@ def fwd(
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
     *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists)
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    _build().kernel("forward", plan_of(problem, tokens))(
+    _build().kernel("forward", plan_of(problem, tokens, tokens > 1))(
         q, kv, *gather, _sink(problem, attn_sink, q.device), out, lse,
         scale_log2, problem.heads_per_group, _tiles(problem), *flags,
     )  # fmt: skip
@@ -229,9 +240,9 @@ def bwd(
             "backend='reference' is deterministic"
         )
     B, S, H = problem.B, problem.S, problem.H
-    tokens = config.tokens_per_tile or 1
-    plan, build, device = plan_of(problem, tokens), _build(), q.device
-    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists)
+    tokens, build, device = config.tokens_per_tile or 1, _build(), q.device
+    in_order = tokens == 1 and sorts_rows(problem)
+    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists, in_order)
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
@@ -239,7 +250,7 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    build.kernel("backward", plan)(
+    build.kernel("backward", plan_of(problem, tokens, tokens > 1 or in_order))(
         q, kv, dout, *gather, stats, dq, acc,
         scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), *flags,
     )  # fmt: skip

@@ -8,8 +8,8 @@ WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
 TOKENS_PER_TILE = (1, 2, 4, 8, 16)
-# Rows of kv whose masks the union lists hold at a time, and threads: several CTAs a multiprocessor, or all that fits.
-UNION_SPANS = {16_384: 512, 98_304: 1024}
+# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
+UNION_SIZES = {32_768: 512, 196_608: 1024}
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
@@ -26,6 +26,7 @@ LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256
+L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class UnionPlan:
-    """What the kernel of the union lists is compiled for: `span` rows of kv have their masks in shared memory."""
+    """What the kernel of the union lists is compiled for: as many rows of kv at a time as have their bits in `size`."""
 
     tokens: int
     index_dtype: str
-    span: int
+    size: int
+
+    @property
+    def words(self) -> int:
+        return self.size // 4
+
+    @property
+    def span(self) -> int:
+        """Rows of kv at a time, one bit each for every token of a tile."""
+        return self.size * 8 // self.tokens
 
     @property
     def threads(self) -> int:
-        return UNION_SPANS[self.span]
+        return UNION_SIZES[self.size]

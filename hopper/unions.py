@@ -5,10 +5,13 @@
 distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, in no fixed
 order. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
-The masks of `span` rows at a time stand in shared memory, 16 bits each: every selected row sets its token's bit, and
-one scan writes the slots. Bits that were set already are the repeats; they are put down at the end of the list's room
-and moved up last. Of a kv longer than `span` the ranges that hold no selected row are skipped: while it sets bits, a
-pass finds the lowest row beyond its range, where the next begins. No other memory is used and nothing sorted.
+The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, and one scan writes
+the slots. Bits that were set already are the repeats; they are put down at the end of the list's room and moved up
+last. Of a kv longer than `span` the ranges that hold no selected row are skipped: while it sets bits, a pass finds the
+lowest row beyond its range, where the next begins. No other memory is used and nothing sorted.
+
+One token a tile is allowed: its list is then its row in rising order, without the invalid slots, and `bits` is left
+alone.
 """
 
 import tilelang.language as T
@@ -21,13 +24,26 @@ STATE = 2 + 32
 
 UNION = r"""
 namespace sparse_mla {
+// The lowest bit of every `Width`-bit field of a word that is not zero.
+template <int Width>
+__device__ __forceinline__ unsigned taken(unsigned word) {
+#pragma unroll
+  for (int step = 1; step < Width; step *= 2) word |= word >> step;
+  return word & (Width == 16 ? 0x00010001u : Width == 8 ? 0x01010101u : Width == 4 ? 0x11111111u
+                 : Width == 2 ? 0x55555555u : ~0u);
+}
+__device__ __forceinline__ int sum_of_warp(int value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
 template <typename Index, int Tokens, int Threads, int Span>
 __device__ __forceinline__ void build_union(const void *list, long long token_stride, long long slot_stride,
                                             const int *lengths, const int *limits, int S_kv, int capacity, void *masks,
                                             int *state, void *rows_out, void *bits_out, void *length_out) {
-  constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff;
+  constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Tokens, PerVector = 4 * PerWord;
   const Index *indices = static_cast<const Index *>(list);
-  unsigned *words = static_cast<unsigned *>(masks);  // two rows each
+  unsigned *words = static_cast<unsigned *>(masks);
   uint4 *vectors = static_cast<uint4 *>(masks);
   int *rows = static_cast<int *>(rows_out), *bits = static_cast<int *>(bits_out);
   int *next_row = state, *repeats = state + 1, *counts = state + 2;
@@ -37,7 +53,7 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
   for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
   if (thread == 0) *repeats = 0;
   for (int start = 0; start < S_kv;) {
-    const int filled = (min(Span, S_kv - start) + 7) / 8;  // vectors in use
+    const int filled = (min(Span, S_kv - start) + PerVector - 1) / PerVector;  // vectors in use
     for (int v = thread; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
     if (thread == 0) *next_row = None;
     __syncthreads();
@@ -58,11 +74,11 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
           beyond = min(beyond, row + start);
           continue;
         }
-        const unsigned bit = 1u << (row % 2 * 16 + token);
-        if (atomicOr(words + row / 2, bit) & bit) {
+        const unsigned bit = 1u << (row % PerWord * Tokens + token);
+        if (atomicOr(words + row / PerWord, bit) & bit) {
           const int slot = capacity - 1 - atomicAdd(repeats, 1);
           rows[slot] = row + start;
-          bits[slot] = 1 << token;
+          if (Tokens > 1) bits[slot] = 1 << token;
         }
       }
     }
@@ -75,36 +91,33 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
     int count = 0;
     for (int v = own + lane; v < end; v += 32) {
       const uint4 x = vectors[v];
-      count += (x.x % 65536 != 0) + (x.x / 65536 != 0) + (x.y % 65536 != 0) + (x.y / 65536 != 0) +
-               (x.z % 65536 != 0) + (x.z / 65536 != 0) + (x.w % 65536 != 0) + (x.w / 65536 != 0);
+      count += __popc(taken<Tokens>(x.x)) + __popc(taken<Tokens>(x.y)) + __popc(taken<Tokens>(x.z)) +
+               __popc(taken<Tokens>(x.w));
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(~0u, count, step);
+    count = sum_of_warp(count);
     if (lane == 0) counts[warp] = count;
     __syncthreads();
-    int before = lane < warp ? counts[lane] : 0, all = lane < Warps ? counts[lane] : 0;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      before += __shfl_xor_sync(~0u, before, step);
-      all += __shfl_xor_sync(~0u, all, step);
-    }
-    int slot = total + before;
-    total += all;
+    const int counted = lane < Warps ? counts[lane] : 0;
+    int slot = total + sum_of_warp(lane < warp ? counted : 0);
+    total += sum_of_warp(counted);
     for (int first = own * 4; first < end * 4; first += 32) {
       const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-      const unsigned low = __ballot_sync(~0u, word % 65536 != 0), high = __ballot_sync(~0u, word / 65536 != 0);
-      if ((low | high) == 0) continue;
-      const unsigned earlier = (1u << lane) - 1;
-      int at = slot + __popc(low & earlier) + __popc(high & earlier);
-      if (word % 65536 != 0) {
-        rows[at] = start + 2 * (first + lane);
-        bits[at++] = word % 65536;
+      unsigned fields = taken<Tokens>(word);
+      const int mine = __popc(fields);
+      if (!__any_sync(~0u, mine)) continue;
+      int upto = mine;  // inclusive sum over the lanes
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, upto, step);
+        if (lane >= step) upto += below;
       }
-      if (word / 65536 != 0) {
-        rows[at] = start + 2 * (first + lane) + 1;
-        bits[at] = word / 65536;
+      int at = slot + upto - mine;
+      for (; fields; fields &= fields - 1, ++at) {
+        const int shift = __popc((fields & -fields) - 1);
+        rows[at] = start + (first + lane) * PerWord + shift / Tokens;
+        if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
       }
-      slot += __popc(low) + __popc(high);
+      slot += __shfl_sync(~0u, upto, 31);
     }
     start = S_kv - start > Span ? *next_row : S_kv;
     __syncthreads();
@@ -113,10 +126,13 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
   const int extra = *repeats;
   for (int first = 0; first < extra; first += Threads) {
     int row, bit;
-    const int from = capacity - extra + first + thread;
-    if (first + thread < extra) row = rows[from], bit = bits[from];
+    const int to = total + first + thread, from = capacity - extra + first + thread;
+    const bool moved = first + thread < extra;
+    if (moved) row = rows[from];
+    if (moved && Tokens > 1) bit = bits[from];
     __syncthreads();
-    if (first + thread < extra) rows[total + first + thread] = row, bits[total + first + thread] = bit;
+    if (moved) rows[to] = row;
+    if (moved && Tokens > 1) bits[to] = bit;
     __syncthreads();
   }
   if (thread == 0) *static_cast<int *>(length_out) = total + extra;
@@ -131,6 +147,7 @@ def build(plan: UnionPlan) -> PrimFunc:
     tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
     B, S, L, G, K, C = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "C"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
+    mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
     function = f"sparse_mla::build_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}>"
 
@@ -140,7 +157,7 @@ def build(plan: UnionPlan) -> PrimFunc:
         TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Rows: T.Tensor((B, L, G, C), i32),
-        Bits: T.Tensor((B, L, G, C), i32),
+        Bits: T.StridedTensor((B, L, G, C), (mb, ml, mg, mc), i32),
         Lengths: T.Tensor((B, L, G), i32),
         S_kv: T.int32,
         causal: T.int32,
@@ -149,7 +166,7 @@ def build(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(B * L * G, i32), threads=plan.threads) as bx:
             T.import_source(UNION)
-            masks = T.alloc_shared([plan.span // 2], "uint32")
+            masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([STATE], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
@@ -182,7 +199,7 @@ def build(plan: UnionPlan) -> PrimFunc:
             T.call_extern(
                 "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
                 T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
-                T.access_ptr(masks[0], "rw", plan.span // 2), T.access_ptr(state[0], "rw", STATE),
+                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
                 T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
                 T.access_ptr(Lengths[b, ti, g], "w", 1),
             )  # fmt: skip

@@ -32,8 +32,9 @@ LISTS = (
     (Case(S=5, S_kv=700, H=4, K=33, positions="random", duplicates=True, invalid="one_row"), 2),
     (Case(S=33, S_kv=900, H=4, K=130, duplicates=True, length="zero", packed=True), 16),
     (Case(S=9, S_kv=40, H=4, K=600, invalid="shuffled"), 4),
+    (Case(S=3, S_kv=3000, H=4, K=300, invalid="shuffled", duplicates=True, causal=True), 1),
 )
-SMALL_SPANS = {64: 64, 128: 128}  # rows of kv at a time and threads: many ranges, some without a selected row
+SMALL_SIZES = {16: 64, 128: 128}  # bytes for bits and threads: many ranges, some without a selected row
 
 
 def checked(case: Case, seed: int = 0) -> validation.Call:
@@ -58,22 +59,24 @@ def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
     return Counter(row for row in call.indices[b, t, g, : max(0, length)].tolist() if 0 <= row < limit)
 
 
-@pytest.mark.parametrize("spans", (None, SMALL_SPANS), ids=("one_range", "ranges"))
+@pytest.mark.parametrize("sizes", (None, SMALL_SIZES), ids=("one_range", "ranges"))
 @pytest.mark.parametrize(("case", "tokens"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
-def test_lists(case: Case, tokens: int, spans: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, observer = checked(case), Races()
-    if spans:
+    if sizes:
         call.indices.masked_fill_((call.indices > 70) & (call.indices < 290), 3)
     with project_hopper.simulated(observer=observer) as recorder:
         from cute_sparse_mla.hopper import launch, plan
 
         for module in (launch, plan):
-            monkeypatch.setattr(module, "UNION_SPANS", spans or plan.UNION_SPANS)
+            monkeypatch.setattr(module, "UNION_SIZES", sizes or plan.UNION_SIZES)
         rows, bits, lengths = launch.make_lists(call.problem, tokens, call.indices, call.topk_length, call.q_positions)
     assert not observer.races, observer.races[0].text
     assert not [finding for report in recorder.reports for finding in report.findings]
     B, S, G, _ = call.indices.shape
     assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * case.K)
+    if tokens == 1:
+        bits.fill_(1)  # left alone
     for b, tile, g in ((b, tile, g) for b in range(B) for tile in range(lengths.shape[1]) for g in range(G)):
         count = int(lengths[b, tile, g])
         slots = list(zip(rows[b, tile, g, :count].tolist(), bits[b, tile, g, :count].tolist(), strict=True))
