@@ -144,7 +144,7 @@ def bwd(
     validation.flag("deterministic", deterministic)
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
-    *_, scale, traced_scale, _, causal, config_text, name, rows, bits, lengths = arguments
+    scale, traced_scale, _, causal, config_text, name, *lists = arguments[6:]
     options = (
         q_positions,
         topk_length,
@@ -156,9 +156,7 @@ def bwd(
         dkv_dtype,
         config_text,
         name,
-        rows,
-        bits,
-        lengths,
+        *lists,
     )
     with torch.no_grad():
         if dkv is None:
@@ -205,6 +203,7 @@ class Explanation:
     backend: str | None = None
     config: SparseAttentionConfig | None = None
     table_row: str = ""
+    groups: str = ""
     warning: str = ""
     error: SparseMLAError | None = None
 
@@ -212,7 +211,8 @@ class Explanation:
         if not self.ok:
             return f"cannot run: {self.reason}"
         lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
-        return "\n".join(lines + ([f"warning   {self.warning}"] if self.warning else []))
+        more = {"groups": self.groups, "warning": self.warning}
+        return "\n".join(lines + [f"{name:<9} {text}" for name, text in more.items() if text])
 
 
 def explain(
@@ -247,7 +247,8 @@ def explain(
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
-    return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning)
+    groups = dispatch.describe_groups(choice, call.problem)
+    return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning)
 
 
 def _default_device() -> torch.device:

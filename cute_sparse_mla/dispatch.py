@@ -79,6 +79,27 @@ def choose(
     return choice
 
 
+def grouping(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
+) -> tuple[int, bool]:
+    """Tokens of a tile, and whether the device decides if they are grouped at all; the config's wish is followed."""
+    choice = choose(problem, device_type, capability, backend, config)
+    if choice.config.tokens_per_tile is not None:
+        return choice.config.tokens_per_tile, False
+    return load(choice.backend).group_size(problem), True
+
+
+def describe_groups(choice: Choice, problem: Problem) -> str:
+    """How many tokens share a gather list, and who decides."""
+    tokens = choice.config.tokens_per_tile
+    if tokens is not None:
+        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it"
+    tokens = load(choice.backend).group_size(problem)
+    if tokens == 1:
+        return f"none: {problem.heads_per_group} heads per group leave no room for a second token in a tile"
+    return f"{tokens} tokens a tile where their union of rows pays, decided on the device from a sample of tiles"
+
+
 def planned(
     config: SparseAttentionConfig, tokens: int, device_type: str, capability: tuple[int, int] | None, backend: str
 ) -> SparseAttentionConfig:
@@ -219,13 +240,15 @@ def backward(
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
 
 
-def make_lists(call: ListsCall, tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows, bits, lengths)` of a checked call's gather lists for tiles of so many tokens."""
+def make_lists(call: ListsCall, tokens: int, decide: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(rows, bits, lengths, chosen)` of a checked call's gather lists for tiles of so many tokens."""
     device = call.indices.device
     config = SparseAttentionConfig(tokens_per_tile=tokens)
     choice = choose(call.problem, device.type, env.capability(device), backend, config)
     with _on_device(device):
-        return load(choice.backend).make_lists(call.problem, tokens, call.indices, call.topk_length, call.q_positions)
+        return load(choice.backend).make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide
+        )
 
 
 def max_scores(call: Call, sm_scale: float) -> Tensor:

@@ -35,8 +35,11 @@ from .plan import (
     BLOCK_K, CHUNK, D_V, HALF, MATRIX_REGISTERS,
     PRODUCER_REGISTERS, ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import ROW_ADD
-from .tile import PASSES, STEP, VECTOR, exists, if_exists, load_bits, load_rows, selects, store_rows
+from .ptx import LEAVE, ROW_ADD
+from .tile import (
+    PASSES, STEP, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
+    selects, store_rows,
+)  # fmt: skip
 
 HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
 CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, the tail not counted
@@ -171,6 +174,7 @@ def build(plan: Plan) -> PrimFunc:
         Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
         Bits: T.StridedTensor((B, L, G, K), (mb, ms, mg, mk), "int32"),
         Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
+        Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Stats: T.Tensor((4, B, S, H), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
@@ -179,12 +183,13 @@ def build(plan: Plan) -> PrimFunc:
         sm_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
+        wanted: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(ROW_ADD)
+            T.import_source(LEAVE + ROW_ADD)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             dO_s = T.alloc_shared([ROWS, D_V], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
@@ -211,6 +216,7 @@ def build(plan: Plan) -> PrimFunc:
             ds_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             ds_free = T.alloc_barrier(arrive_count=THREADS)
 
+            leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32")
             g = T.alloc_var(i64)

@@ -18,6 +18,7 @@ BUILDERS = {
     "backward": backward.build,
     "postprocess": postprocess.build,
     "unions": unions.build,
+    "union_samples": unions.build_samples,
 }
 _KEY = tilelang.PassConfigKey
 PASS_CONFIGS = {

@@ -35,7 +35,11 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .tile import PASSES, STEP, VECTOR, exists, head_of, if_exists, load_bits, load_rows, selects, store_rows, token_of
+from .ptx import LEAVE
+from .tile import (
+    PASSES, STEP, VECTOR, exists, head_of, if_exists, leave_unless_chosen, load_bits,
+    load_rows, selects, store_rows, token_of,
+)  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
@@ -96,6 +100,7 @@ def build(plan: Plan) -> PrimFunc:
         Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
         Bits: T.StridedTensor((B, L, G, K), (mb, ms, mg, mk), "int32"),
         Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
+        Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), "int64"),
         Sink: T.StridedTensor((H,), (sh,), fp32),
         Out: T.Tensor((B, S, H, D_V), dtype),
@@ -103,11 +108,13 @@ def build(plan: Plan) -> PrimFunc:
         scale_log2: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
+        wanted: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+            T.import_source(LEAVE)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
             # Of each slot: the scores' start, 0 or -inf, or who selected it, bit t for token t.
@@ -134,6 +141,7 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
+            leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32")
             g = T.alloc_var("int64")

@@ -6,6 +6,7 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
+# The decision about token groups: tiles and the share of rows that are looked at (2**-step), what a slot of a tile of
+# several tokens costs beside one of a single token, and the lists' share of an ungrouped forward, by rows of kv.
+SAMPLES, SAMPLE_STEP = 32, 2
+GROUPED_SLOT_COST = 1.17
+LISTS_COST, LISTS_COST_PER_ROW = 0.02, 0.05 / 131_072
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -124,16 +130,19 @@ def _build() -> ModuleType:
 
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
-    tokens, build = config.tokens_per_tile or 1, _build()
-    build.kernel("forward", plan_of(problem, tokens, tokens > 1))
-    if backward:
-        for kind in ("preprocess", "postprocess"):
-            build.kernel(kind, plan_of(problem))
-        # Single tokens: from the indices, and from lists where dkv is large.
-        for lists in (False, True) if tokens == 1 else (True,):
-            build.kernel("backward", plan_of(problem, tokens, lists))
-    for size in UNION_SIZES if tokens > 1 or backward else ():
-        build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), size))
+    build, wished = _build(), config.tokens_per_tile
+    for tokens in {wished} if wished else {1, group_size(problem)}:
+        build.kernel("forward", plan_of(problem, tokens, tokens > 1))
+        if backward:
+            # Single tokens: from the indices, and from lists where dkv is large.
+            for lists in (False, True) if tokens == 1 else (True,):
+                build.kernel("backward", plan_of(problem, tokens, lists))
+        for size in UNION_SIZES if tokens > 1 or backward else ():
+            build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), size))
+        if tokens > 1 and wished is None:
+            build.kernel("union_samples", UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES)))
+    for kind in ("preprocess", "postprocess") if backward else ():
+        build.kernel(kind, plan_of(problem))
 
 
 @functools.cache
@@ -162,48 +171,102 @@ def _tiles(problem: Problem) -> int:
     return -(-problem.heads_per_group // ROWS)
 
 
+def group_size(problem: Problem) -> int:
+    """Most tokens whose heads fill a tile: what is tried where the config does not say."""
+    return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= ROWS), default=1)
+
+
+def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
+    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays: lists, waves and masks."""
+    units = env.multiprocessors(device)
+    single = problem.B * problem.S * problem.G
+    waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
+    lists = LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv
+    return int(1000 * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * GROUPED_SLOT_COST))
+
+
 def make_lists(
-    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them."""
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    decide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
+
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    """
     B, S, G, K = indices.shape
-    L, device = -(-S // tokens), indices.device
+    L, device, build, plan = -(-S // tokens), indices.device, _build(), union_plan_of(problem, tokens)
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     rows = torch.empty((B, L, G, tokens * K), dtype=torch.int32, device=device)
     # Lists of single tokens have no bits.
     bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
     counts = torch.empty((B, L, G), dtype=torch.int32, device=device)
-    _build().kernel("unions", union_plan_of(problem, tokens))(
-        indices, lengths, positions, rows, bits, counts, problem.S_kv, *flags
-    )
-    return rows, bits, counts
+    chosen = torch.empty(1, dtype=torch.int32, device=device)
+    number = min(SAMPLES, B * L * G) if decide else 0
+    samples = torch.empty((max(number, 1), 2), dtype=torch.int32, device=device)
+    if decide:
+        small = replace(plan, size=min(UNION_SIZES))
+        step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
+        build.kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
+    build.kernel("unions", plan)(
+        indices, lengths, positions, samples, rows, bits, counts, chosen,
+        number, _per_mille(problem, tokens, device) if decide else 0, problem.S_kv, *flags,
+    )  # fmt: skip
+    return rows, bits, counts, chosen
 
 
 class Gather(NamedTuple):
-    """What a kernel gathers, in the order of its arguments.
+    """What a kernel gathers, and when it runs.
 
     `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
-    `positions [B, S]`; the flags `(causal, has_length, has_positions)`.
+    the kernel runs if `chosen [1]` is `wanted`, or `wanted` negative; `flags`: causal, has_length, has_positions.
     """
 
+    tokens: int
     slots: Tensor
     bits: Tensor
     lengths: Tensor
     positions: Tensor
+    chosen: Tensor
+    wanted: int
     flags: tuple[int, int, int]
 
+    def plan(self, problem: Problem) -> Plan:
+        """The compile-time part of its kernel."""
+        return Plan(problem.D, _name(problem.dtype), _name(self.slots.dtype), self.tokens)
 
-def _gather(
-    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None, in_order: bool = False,
-) -> Gather:  # fmt: skip
-    """From a plan's lists, or else from the indices; `in_order` wants lists for single tokens too."""
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, indices.device)
-    if tokens > 1 or in_order:
-        rows, bits, counts = lists or make_lists(problem, tokens, indices, topk_length, q_positions)
-        return Gather(rows, bits, counts, positions, (0, 1, 0))
-    nobody = _scalar(indices.device, 0, torch.int32).expand(indices.shape)
-    return Gather(indices, nobody, lengths[:, :, None].expand(indices.shape[:3]), positions, flags)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels' arguments."""
+        return self.slots, self.bits, self.lengths, self.chosen, self.positions
+
+
+def _gathers(
+    problem: Problem, config: SparseAttentionConfig, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None, in_order: bool = False,
+) -> list[Gather]:  # fmt: skip
+    """What runs: one kernel, or two of which the device chooses. A plan's lists are taken, others made.
+
+    `in_order` wants lists for single tokens too.
+    """
+    device = indices.device
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    tokens = config.tokens_per_tile or group_size(problem)
+    decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
+    always = _scalar(device, 1, torch.int32)
+    found = []
+    if tokens > 1:
+        made = lists or make_lists(problem, tokens, indices, topk_length, q_positions, decide)
+        chosen, wanted = (made[3], 1) if decide else (always, -1)
+        found.append(Gather(tokens, *made[:3], positions, chosen, wanted, (0, 1, 0)))
+        if not decide:
+            return found
+    chosen, wanted = (found[0].chosen, 0) if found else (always, -1)
+    if in_order:
+        made = make_lists(problem, 1, indices, topk_length, q_positions)
+        return [*found, Gather(1, *made[:3], positions, chosen, wanted, (0, 1, 0))]
+    nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
+    lengths = lengths[:, :, None].expand(indices.shape[:3])
+    return [*found, Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)]
 
 
 def fwd(
@@ -212,15 +275,15 @@ def fwd(
     lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after that of the union lists where no plan has them."""
-    B, S, H, tokens = problem.B, problem.S, problem.H, config.tokens_per_tile or 1
+    B, S, H = problem.B, problem.S, problem.H
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
-    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists)
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    _build().kernel("forward", plan_of(problem, tokens, tokens > 1))(
-        q, kv, *gather, _sink(problem, attn_sink, q.device), out, lse,
-        scale_log2, problem.heads_per_group, _tiles(problem), *flags,
-    )  # fmt: skip
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
+        _build().kernel("forward", gather.plan(problem))(
+            q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
+            scale_log2, problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
+        )  # fmt: skip
     return out, lse
 
 
@@ -240,9 +303,7 @@ def bwd(
             "backend='reference' is deterministic"
         )
     B, S, H = problem.B, problem.S, problem.H
-    tokens, build, device = config.tokens_per_tile or 1, _build(), q.device
-    in_order = tokens == 1 and sorts_rows(problem)
-    *gather, flags = _gather(problem, tokens, indices, topk_length, q_positions, lists, in_order)
+    build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
@@ -250,10 +311,11 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    build.kernel("backward", plan_of(problem, tokens, tokens > 1 or in_order))(
-        q, kv, dout, *gather, stats, dq, acc,
-        scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), *flags,
-    )  # fmt: skip
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
+        build.kernel("backward", gather.plan(problem))(
+            q, kv, dout, *gather.tensors, stats, dq, acc,
+            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
+        )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)

@@ -44,6 +44,13 @@ def selects(bits: Any, row: Any, tokens: int) -> Any:
 
 
 @T.macro
+def leave_unless_chosen(Chosen, wanted):
+    """End the CTA where the decision on the device is another than `wanted`; a negative one is always met."""
+    if wanted >= 0:
+        T.call_extern("handle", "sparse_mla::leave_unless", Chosen[0] == wanted)
+
+
+@T.macro
 def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
     """Bits of the 64 slots from `first` of a tile's list, by `cp.async`; 0 at `length` and beyond, unread."""
     if lane < BLOCK_K:

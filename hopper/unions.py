@@ -10,6 +10,10 @@ the slots. Bits that were set already are the repeats; they are put down at the 
 last. Of a kv longer than `span` the ranges that hold no selected row are skipped: while it sets bits, a pass finds the
 lowest row beyond its range, where the next begins. No other memory is used and nothing sorted.
 
+Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
+the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are
+at most `per_mille` of the second, and makes no lists where they are not. The main kernels read `chosen`.
+
 One token a tile is allowed: its list is then its row in rising order, without the invalid slots, and `bits` is left
 alone.
 """
@@ -36,6 +40,56 @@ __device__ __forceinline__ int sum_of_warp(int value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
+}
+// Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
+// state[1], both zeroed by the caller.
+template <typename Index, int Tokens, int Threads, int Words>
+__device__ __forceinline__ void sample_union(const void *list, long long token_stride, long long slot_stride,
+                                             const int *lengths, const int *limits, int step, int phase, void *masks,
+                                             int *state) {
+  constexpr int Warps = Threads / 32, Loads = 4, PerWord = 32 / Tokens;
+  const Index *indices = static_cast<const Index *>(list);
+  unsigned *words = static_cast<unsigned *>(masks);
+  uint4 *vectors = static_cast<uint4 *>(masks);
+  const int lane = threadIdx.x % 32;
+  int longest = 0, distinct = 0, all = 0;
+#pragma unroll
+  for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
+  for (int v = threadIdx.x; v < Words / 4; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  for (int chunk = threadIdx.x / 32; chunk / Tokens * 32 * Loads < longest; chunk += Warps) {
+    const int token = chunk % Tokens, first = chunk / Tokens * 32 * Loads + lane;
+    const int length = lengths[token], limit = limits[token];
+    Index index[Loads];
+#pragma unroll
+    for (int u = 0; u < Loads; ++u)
+      index[u] = first + 32 * u < length ? indices[token * token_stride + (first + 32 * u) * slot_stride] : -1;
+#pragma unroll
+    for (int u = 0; u < Loads; ++u) {
+      if (index[u] < 0 || index[u] >= limit || (index[u] & ((1 << step) - 1)) != phase) continue;
+      const int row = static_cast<int>(index[u] >> step), field = row % PerWord * Tokens;
+      const unsigned before = atomicOr(words + row / PerWord, 1u << (field + token)) >> field;
+      distinct += (before & ((2u << (Tokens - 1)) - 1)) == 0 || (before >> token & 1);
+      ++all;
+    }
+  }
+  distinct = sum_of_warp(distinct);
+  all = sum_of_warp(all);
+  if (lane == 0) {
+    atomicAdd(state, distinct);
+    atomicAdd(state + 1, all);
+  }
+  __syncthreads();
+}
+// Whether the union's slots are few enough, from the counts of all samples; the same answer in every thread.
+__device__ __forceinline__ int pays(const void *samples, int count, int per_mille) {
+  const int *counts = static_cast<const int *>(samples);
+  long long margin = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32)
+    margin += static_cast<long long>(counts[2 * i + 1]) * per_mille - counts[2 * i] * 1000ll;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) margin += __shfl_xor_sync(~0u, margin, step);
+  return margin >= 0;
 }
 template <typename Index, int Tokens, int Threads, int Span>
 __device__ __forceinline__ void build_union(const void *list, long long token_stride, long long slot_stride,
@@ -142,10 +196,38 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
 CTYPES = {"int32": "int", "int64": "long long"}
 
 
+@T.macro
+def say_bounds(
+    lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv, causal, has_length, has_positions
+):  # fmt: skip
+    """Each token's number of slots, 0 past the end of the sequence, and the first row that it may not select."""
+    if tx < tokens:
+        t = T.alloc_var("int64")
+        length = T.alloc_var("int32")
+        limit = T.alloc_var("int64")
+        t = first + tx
+        length = 0
+        limit = S_kv
+        if t < S:
+            length = T.cast(K, "int32")
+            if has_length != 0:
+                length = T.max(0, T.min(TopkLength[b, t], T.cast(K, "int32")))
+            if causal != 0:
+                limit = T.min(S_kv, t + S_kv - S + 1)
+                if has_positions != 0:
+                    limit = T.min(S_kv, QPositions[b, t] + 1)
+        lengths[tx] = length
+        limits[tx] = T.cast(T.max(T.int64(0), limit), "int32")
+    T.sync_threads()
+
+
 def build(plan: UnionPlan) -> PrimFunc:
-    """The lists for `plan`; shapes, strides and flags are run-time values. `capacity` is tokens K."""
+    """The lists for `plan`; shapes, strides and flags are run-time values. `C` is tokens K.
+
+    With `samples` above 0 that many of `Samples` decide whether lists are made, which `Chosen` says; else they are.
+    """
     tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
-    B, S, L, G, K, C = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "C"))
+    B, S, L, G, K, C, N = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "C", "N"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
@@ -156,9 +238,13 @@ def build(plan: UnionPlan) -> PrimFunc:
         Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
         TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
+        Samples: T.Tensor((N, 2), i32),
         Rows: T.Tensor((B, L, G, C), i32),
         Bits: T.StridedTensor((B, L, G, C), (mb, ml, mg, mc), i32),
         Lengths: T.Tensor((B, L, G), i32),
+        Chosen: T.Tensor((1,), i32),
+        samples: T.int32,
+        per_mille: T.int32,
         S_kv: T.int32,
         causal: T.int32,
         has_length: T.int32,
@@ -171,37 +257,85 @@ def build(plan: UnionPlan) -> PrimFunc:
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
+            chosen = T.alloc_var(i32)
+            chosen = 1
+            if samples > 0:
+                chosen = T.call_extern(i32, "sparse_mla::pays", T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille)
+            if (bx == 0) & (tx == 0):
+                Chosen[0] = chosen
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
             b = T.alloc_var(i64)
-            t = T.alloc_var(i64)
             g = T.truncmod(T.cast(bx, i64), G)
             ti = T.truncdiv(T.cast(bx, i64), G)
             b = T.truncdiv(ti, L)
             ti = T.truncmod(ti, L)
-            if tx < tokens:
-                length = T.alloc_var(i32)
-                limit = T.alloc_var(i64)
-                t = ti * tokens + tx
-                length = 0
-                limit = S_kv
-                if t < S:
-                    length = T.cast(K, i32)
-                    if has_length != 0:
-                        length = T.max(0, T.min(TopkLength[b, t], T.cast(K, i32)))
-                    if causal != 0:
-                        limit = T.min(S_kv, t + S_kv - S + 1)
-                        if has_positions != 0:
-                            limit = T.min(S_kv, QPositions[b, t] + 1)
-                lengths[tx] = length
-                limits[tx] = T.cast(T.max(T.int64(0), limit), i32)
-            T.sync_threads()
-            T.call_extern(
-                "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
-                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
-                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
-                T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
-                T.access_ptr(Lengths[b, ti, g], "w", 1),
-            )  # fmt: skip
+            if chosen != 0:
+                say_bounds(
+                    lengths, limits, TopkLength, QPositions, tx, tokens, b, ti * tokens, S, K, S_kv,
+                    causal, has_length, has_positions,
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
+                    T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
+                    T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
+                    T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
+                    T.access_ptr(Lengths[b, ti, g], "w", 1),
+                )  # fmt: skip
 
     return sparse_mla_unions
+
+
+def build_samples(plan: UnionPlan) -> PrimFunc:
+    """`Samples [N, 2]` for `plan`: of N tiles, evenly spaced, the slots of the union and those of the tokens."""
+    tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
+    B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
+    ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
+    tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+    function = f"sparse_mla::sample_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.words}>"
+
+    @T.prim_func
+    def sparse_mla_union_samples(
+        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
+        TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
+        QPositions: T.StridedTensor((B, S), (pb, ps), i64),
+        Samples: T.Tensor((N, 2), i32),
+        L: T.int32,
+        step: T.int32,
+        S_kv: T.int32,
+        causal: T.int32,
+        has_length: T.int32,
+        has_positions: T.int32,
+    ):
+        with T.Kernel(T.cast(N, i32), threads=plan.threads) as bx:
+            T.import_source(UNION)
+            masks = T.alloc_shared([plan.words], "uint32")
+            state = T.alloc_shared([2], i32, scope="shared")
+            lengths = T.alloc_shared([tokens], i32, scope="shared")
+            limits = T.alloc_shared([tokens], i32, scope="shared")
+            tx = T.get_thread_binding()
+            g = T.alloc_var(i64)
+            ti = T.alloc_var(i64)
+            b = T.alloc_var(i64)
+            ti = T.truncdiv((2 * T.cast(bx, i64) + 1) * B * L * G, 2 * N)
+            g = T.truncmod(ti, G)
+            ti = T.truncdiv(ti, G)
+            b = T.truncdiv(ti, L)
+            ti = T.truncmod(ti, L)
+            if tx < 2:
+                state[tx] = 0
+            say_bounds(
+                lengths, limits, TopkLength, QPositions, tx, tokens, b, ti * tokens, S, K, S_kv,
+                causal, has_length, has_positions,
+            )  # fmt: skip
+            T.call_extern(
+                "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
+                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens),
+                step, T.bitwise_and(bx, T.shift_left(1, step) - 1), T.access_ptr(masks[0], "rw", plan.words),
+                T.access_ptr(state[0], "rw", 2),
+            )  # fmt: skip
+            T.sync_threads()
+            if tx < 2:
+                Samples[bx, tx] = state[tx]
+
+    return sparse_mla_union_samples

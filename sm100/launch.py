@@ -166,10 +166,17 @@ def _valid(problem: Problem, indices: Tensor, lengths: Tensor | None, positions:
 
 
 def make_lists(
-    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them."""
-    return unions.build(indices, _valid(problem, indices, topk_length, q_positions), tokens)
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    decide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`, 1: nothing is decided."""
+    lists = unions.build(indices, _valid(problem, indices, topk_length, q_positions), tokens)
+    return *lists, torch.ones(1, dtype=torch.int32, device=indices.device)
+
+
+def group_size(problem: Problem) -> int:
+    """Tokens of a tile that are tried where the config does not say."""
+    return 1
 
 
 class _Call(NamedTuple):
@@ -190,7 +197,7 @@ def _call(
     bits = _scalar(device, 0, torch.int32)
     lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
     if rows.tokens > 1:
-        indices, bits, lengths = lists or make_lists(problem, rows.tokens, indices, topk_length, q_positions)
+        indices, bits, lengths, *_ = lists or make_lists(problem, rows.tokens, indices, topk_length, q_positions)
         causal, slots, q_positions = False, indices.shape[-1], None
     positions = None if q_positions is None else q_positions.to(torch.int64)
     tensors = {
