@@ -59,7 +59,8 @@ def build(plan: Plan) -> PrimFunc:
     STAGE_0 = D_V if TAIL else 0
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
-    L = S if TOKENS == 1 else T.dynamic("L", i64)
+    # Tiles of this launch along the sequence, each with a gather list of up to K slots.
+    L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
     ob, os_, oh = (T.dynamic(n, i64) for n in ("do_b", "do_s", "do_h"))
     kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
@@ -184,6 +185,7 @@ def build(plan: Plan) -> PrimFunc:
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
+        tile_0: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
@@ -231,7 +233,7 @@ def build(plan: Plan) -> PrimFunc:
             ti = T.truncdiv(ti, G)
             b = T.truncdiv(ti, L)
             ti = T.truncmod(ti, L)
-            t = ti * TOKENS
+            t = (tile_0 + ti) * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
             left = T.alloc_var("int32")

@@ -6,6 +6,7 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,7 @@ SMALLEST_SCALE = 1e-30
 # The decision about token groups: tiles and the share of rows that are looked at (2**-step), what a slot of a tile of
 # several tokens costs beside one of a single token, and the lists' share of an ungrouped forward, by rows of kv.
 SAMPLES, SAMPLE_STEP = 32, 2
+SORT_BYTES = 64 << 20  # scratch for rows in rising order
 GROUPED_SLOT_COST = 1.17
 LISTS_COST, LISTS_COST_PER_ROW = 0.02, 0.05 / 131_072
 # What these kernels are built for; a config may only repeat it.
@@ -193,29 +195,42 @@ def make_lists(
 
     With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
     """
-    B, S, G, K = indices.shape
-    L, device, build, plan = -(-S // tokens), indices.device, _build(), union_plan_of(problem, tokens)
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
-    rows = torch.empty((B, L, G, tokens * K), dtype=torch.int32, device=device)
-    # Lists of single tokens have no bits.
-    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
-    counts = torch.empty((B, L, G), dtype=torch.int32, device=device)
-    chosen = torch.empty(1, dtype=torch.int32, device=device)
-    number = min(SAMPLES, B * L * G) if decide else 0
-    samples = torch.empty((max(number, 1), 2), dtype=torch.int32, device=device)
+    B, S, G, _ = indices.shape
+    L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
+    samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
     if decide:
         small = replace(plan, size=min(UNION_SIZES))
         step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
-        build.kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
-    build.kernel("unions", plan)(
-        indices, lengths, positions, samples, rows, bits, counts, chosen,
-        number, _per_mille(problem, tokens, device) if decide else 0, problem.S_kv, *flags,
+        lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+        _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
+    return _lists(
+        problem, plan, range(L), indices, topk_length, q_positions, samples=samples,
+        sampled=len(samples) if decide else 0,
+    )  # fmt: skip
+
+
+def _lists(
+    problem: Problem, plan: UnionPlan, tiles: range, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, gate: Tensor | None = None, wanted: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The lists of some tiles, if `gate` is `wanted`."""
+    B, _, G, K = indices.shape
+    device, tokens = indices.device, plan.tokens
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
+    # Lists of single tokens have no bits.
+    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
+    counts = torch.empty((B, len(tiles), G), dtype=torch.int32, device=device)
+    chosen = torch.empty(1, dtype=torch.int32, device=device)
+    _build().kernel("unions", plan)(
+        indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
+        tiles.start, sampled, _per_mille(problem, tokens, device) if sampled else 0, problem.S_kv, *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
 
 
 class Gather(NamedTuple):
-    """What a kernel gathers, and when it runs.
+    """What a kernel gathers for the tiles from `tile_0`, and when it runs.
 
     `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
     the kernel runs if `chosen [1]` is `wanted`, or `wanted` negative; `flags`: causal, has_length, has_positions.
@@ -229,6 +244,7 @@ class Gather(NamedTuple):
     chosen: Tensor
     wanted: int
     flags: tuple[int, int, int]
+    tile_0: int = 0
 
     def plan(self, problem: Problem) -> Plan:
         """The compile-time part of its kernel."""
@@ -243,30 +259,38 @@ class Gather(NamedTuple):
 def _gathers(
     problem: Problem, config: SparseAttentionConfig, indices: Tensor, topk_length: Tensor | None,
     q_positions: Tensor | None, lists: tuple[Tensor, ...] | None, in_order: bool = False,
-) -> list[Gather]:  # fmt: skip
+) -> Iterator[Gather]:  # fmt: skip
     """What runs: one kernel, or two of which the device chooses. A plan's lists are taken, others made.
 
-    `in_order` wants lists for single tokens too.
+    `in_order` wants lists for single tokens too, which are made for as many tokens at a time as `SORT_BYTES` hold.
     """
-    device = indices.device
+    device, bounds = indices.device, (topk_length, q_positions)
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     tokens = config.tokens_per_tile or group_size(problem)
     decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
-    always = _scalar(device, 1, torch.int32)
-    found = []
+    chosen, wanted = _scalar(device, 1, torch.int32), -1
     if tokens > 1:
-        made = lists or make_lists(problem, tokens, indices, topk_length, q_positions, decide)
-        chosen, wanted = (made[3], 1) if decide else (always, -1)
-        found.append(Gather(tokens, *made[:3], positions, chosen, wanted, (0, 1, 0)))
+        made = lists or make_lists(problem, tokens, indices, *bounds, decide)
+        chosen, wanted = (made[3], 1) if decide else (chosen, -1)
+        yield Gather(tokens, *made[:3], positions, chosen, wanted, (0, 1, 0))
         if not decide:
-            return found
-    chosen, wanted = (found[0].chosen, 0) if found else (always, -1)
-    if in_order:
-        made = make_lists(problem, 1, indices, topk_length, q_positions)
-        return [*found, Gather(1, *made[:3], positions, chosen, wanted, (0, 1, 0))]
-    nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
-    lengths = lengths[:, :, None].expand(indices.shape[:3])
-    return [*found, Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)]
+            return
+        wanted = 0
+    if not in_order:
+        nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
+        lengths = lengths[:, :, None].expand(indices.shape[:3])
+        yield Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)
+        return
+    B, S, G, K = indices.shape
+    step = max(1, SORT_BYTES // (4 * B * G * K))
+    nothing = torch.empty((1, 2), dtype=torch.int32, device=device)
+    for first in range(0, S, step):
+        tiles = range(first, min(first + step, S))
+        made = _lists(
+            problem, union_plan_of(problem, 1), tiles, indices, *bounds, samples=nothing, gate=chosen, wanted=wanted
+        )
+        yield Gather(1, *made[:3], positions, chosen, wanted, (0, 1, 0), first)
+        del made
 
 
 def fwd(
@@ -295,7 +319,8 @@ def bwd(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`(dq, dkv, d_sink)`: per-row values, the main kernel, and the rounding of dkv unless fp32 is wanted.
 
-    Workspace: fp32 dkv (4 bytes per element of kv) and 16 bytes per (token, head).
+    Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
+    and for token groups without a plan 8 bytes per slot of `indices`.
     """
     if deterministic:
         raise UnsupportedError(
@@ -314,7 +339,8 @@ def bwd(
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
         build.kernel("backward", gather.plan(problem))(
             q, kv, dout, *gather.tensors, stats, dq, acc,
-            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
+            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0,
+            *gather.flags,
         )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):

@@ -22,6 +22,8 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from .plan import UnionPlan
+from .ptx import LEAVE
+from .tile import leave_unless_chosen
 
 # Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
 STATE = 2 + 32
@@ -224,7 +226,8 @@ def say_bounds(
 def build(plan: UnionPlan) -> PrimFunc:
     """The lists for `plan`; shapes, strides and flags are run-time values. `C` is tokens K.
 
-    With `samples` above 0 that many of `Samples` decide whether lists are made, which `Chosen` says; else they are.
+    The lists are those of the L tiles from `tile_0`. With `samples` above 0 that many of `Samples` decide whether they
+    are made, which `Chosen` says; else they are. Nothing runs where `Gate` says other than `wanted`, if not negative.
     """
     tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
     B, S, L, G, K, C, N = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "C", "N"))
@@ -243,6 +246,9 @@ def build(plan: UnionPlan) -> PrimFunc:
         Bits: T.StridedTensor((B, L, G, C), (mb, ml, mg, mc), i32),
         Lengths: T.Tensor((B, L, G), i32),
         Chosen: T.Tensor((1,), i32),
+        Gate: T.Tensor((1,), i32),
+        wanted: T.int32,
+        tile_0: T.int32,
         samples: T.int32,
         per_mille: T.int32,
         S_kv: T.int32,
@@ -251,7 +257,8 @@ def build(plan: UnionPlan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G, i32), threads=plan.threads) as bx:
-            T.import_source(UNION)
+            T.import_source(LEAVE + UNION)
+            leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([STATE], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
@@ -271,12 +278,14 @@ def build(plan: UnionPlan) -> PrimFunc:
             b = T.truncdiv(ti, L)
             ti = T.truncmod(ti, L)
             if chosen != 0:
+                first = T.alloc_var(i64)
+                first = (tile_0 + ti) * tokens
                 say_bounds(
-                    lengths, limits, TopkLength, QPositions, tx, tokens, b, ti * tokens, S, K, S_kv,
+                    lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv,
                     causal, has_length, has_positions,
                 )  # fmt: skip
                 T.call_extern(
-                    "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
+                    "handle", function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
                     T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
                     T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
                     T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import validation
+from cute_sparse_mla import env, validation
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
@@ -129,3 +129,39 @@ def test_backward(case: Case, tokens: int) -> None:
 
         judge_gradients(case.inputs(seed=tokens), backward)
     clean(observer, recorder)
+
+
+DECIDED = (
+    (Case(S=11, S_kv=90, H=8, K=60, causal=True, sink="random", invalid="shuffled"), True),
+    (Case(B=2, S=5, S_kv=9000, H=8, K=70, length="random", duplicates=True), False),
+)
+
+
+@pytest.mark.parametrize(("case", "grouped"), DECIDED, ids=("near", "far"))
+def test_decided_on_the_device(case: Case, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels are launched and one of them leaves at once; single tokens take lists of a few tokens at a time."""
+    inputs, observer = case.inputs(seed=case.S), Races()
+    given = {**inputs.options, "backend": "sm90"}
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 1)  # so that fewer tiles are less time
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "L2_BYTES", 0)
+        monkeypatch.setattr(launch, "SORT_BYTES", 4 * 3 * case.B * case.K)
+        out, lse = cute_sparse_mla.fwd(inputs.q, poisoned(inputs).kv, inputs.indices, **given)
+
+        def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, **given)
+
+        judge_gradients(inputs, backward)
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    for name in ("sparse_mla_fwd_kernel", "sparse_mla_bwd_kernel"):
+        work = [
+            report.warp_instructions
+            for entry, report in zip(recorder.launches, recorder.reports, strict=True)
+            if entry.kernel == name
+        ]
+        assert len(work) == (2 if "fwd" in name else 1 + -(-case.S // 3))
+        assert (work[0] > sum(work[1:])) == grouped
