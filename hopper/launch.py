@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from .plan import (
     THREADS,
     TOKENS_PER_TILE,
     UNION_SIZES,
+    UNION_WIDTH,
     Plan,
     UnionPlan,
 )  # fmt: skip
@@ -68,10 +68,24 @@ def sorts_rows(problem: Problem) -> bool:
     return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
 
 
+def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
+    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
+    name, least = _name(index_dtype), min(UNION_SIZES)
+    return [
+        UnionPlan(tokens, name, least, UNION_WIDTH),
+        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
+    ]
+
+
 def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
-    """The same for the kernel that makes union lists."""
-    plans = [UnionPlan(tokens, _name(problem.index_dtype), size) for size in UNION_SIZES]
+    """The one for a problem."""
+    plans = union_plans(tokens, problem.index_dtype)
     return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
+
+
+def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The same for the kernel that looks at a sample."""
+    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -139,10 +153,10 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
             # Single tokens: from the indices, and from lists where dkv is large.
             for lists in (False, True) if tokens == 1 else (True,):
                 build.kernel("backward", plan_of(problem, tokens, lists))
-        for size in UNION_SIZES if tokens > 1 or backward else ():
-            build.kernel("unions", UnionPlan(tokens, _name(problem.index_dtype), size))
+        for plan in union_plans(tokens, problem.index_dtype) if tokens > 1 or backward else ():
+            build.kernel("unions", plan)
         if tokens > 1 and wished is None:
-            build.kernel("union_samples", UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES)))
+            build.kernel("union_samples", sample_plan_of(problem, tokens))
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
 
@@ -199,7 +213,7 @@ def make_lists(
     L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
     samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
     if decide:
-        small = replace(plan, size=min(UNION_SIZES))
+        small = sample_plan_of(problem, tokens)
         step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
         lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
         _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)

@@ -93,11 +93,11 @@ __device__ __forceinline__ int pays(const void *samples, int count, int per_mill
   for (int step = 16; step > 0; step /= 2) margin += __shfl_xor_sync(~0u, margin, step);
   return margin >= 0;
 }
-template <typename Index, int Tokens, int Threads, int Span>
+template <typename Index, int Tokens, int Threads, int Span, int Width>
 __device__ __forceinline__ void build_union(const void *list, long long token_stride, long long slot_stride,
                                             const int *lengths, const int *limits, int S_kv, int capacity, void *masks,
                                             int *state, void *rows_out, void *bits_out, void *length_out) {
-  constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Tokens, PerVector = 4 * PerWord;
+  constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Width, PerVector = 4 * PerWord;
   const Index *indices = static_cast<const Index *>(list);
   unsigned *words = static_cast<unsigned *>(masks);
   uint4 *vectors = static_cast<uint4 *>(masks);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
           beyond = min(beyond, row + start);
           continue;
         }
-        const unsigned bit = 1u << (row % PerWord * Tokens + token);
+        const unsigned bit = 1u << (row % PerWord * Width + token);
         if (atomicOr(words + row / PerWord, bit) & bit) {
           const int slot = capacity - 1 - atomicAdd(repeats, 1);
           rows[slot] = row + start;
@@ -147,8 +147,8 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
     int count = 0;
     for (int v = own + lane; v < end; v += 32) {
       const uint4 x = vectors[v];
-      count += __popc(taken<Tokens>(x.x)) + __popc(taken<Tokens>(x.y)) + __popc(taken<Tokens>(x.z)) +
-               __popc(taken<Tokens>(x.w));
+      count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
+               __popc(taken<Width>(x.w));
     }
     count = sum_of_warp(count);
     if (lane == 0) counts[warp] = count;
@@ -158,7 +158,21 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
     total += sum_of_warp(counted);
     for (int first = own * 4; first < end * 4; first += 32) {
       const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-      unsigned fields = taken<Tokens>(word);
+      unsigned fields = taken<Width>(word);
+      if constexpr (PerWord == 2) {
+        // Lanes write side by side, which pays where many rows are selected.
+        const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
+        const unsigned earlier = (1u << lane) - 1;
+        int at = slot + __popc(low & earlier) + __popc(high & earlier);
+        for (int half = 0; half < 2; ++half) {
+          if (!(fields >> 16 * half & 1)) continue;
+          rows[at] = start + 2 * (first + lane) + half;
+          if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
+          ++at;
+        }
+        slot += __popc(low) + __popc(high);
+        continue;
+      }
       const int mine = __popc(fields);
       if (!__any_sync(~0u, mine)) continue;
       int upto = mine;  // inclusive sum over the lanes
@@ -170,7 +184,7 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
       int at = slot + upto - mine;
       for (; fields; fields &= fields - 1, ++at) {
         const int shift = __popc((fields & -fields) - 1);
-        rows[at] = start + (first + lane) * PerWord + shift / Tokens;
+        rows[at] = start + (first + lane) * PerWord + shift / Width;
         if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
       }
       slot += __shfl_sync(~0u, upto, 31);
@@ -234,7 +248,7 @@ def build(plan: UnionPlan) -> PrimFunc:
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
-    function = f"sparse_mla::build_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}>"
+    function = f"sparse_mla::build_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}>"
 
     @T.prim_func
     def sparse_mla_unions(

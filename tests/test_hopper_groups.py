@@ -14,7 +14,7 @@ from cute_sparse_mla import env, validation
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
-from .ptx_sim import project_hopper
+from .ptx_sim import coverage, project_hopper
 from .ptx_sim.races import Races
 from .simulated_judge import judge_gradients, poisoned
 
@@ -70,9 +70,10 @@ def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.
 
         for module in (launch, plan):
             monkeypatch.setattr(module, "UNION_SIZES", sizes or plan.UNION_SIZES)
-        rows, bits, lengths = launch.make_lists(call.problem, tokens, call.indices, call.topk_length, call.q_positions)
-    assert not observer.races, observer.races[0].text
-    assert not [finding for report in recorder.reports for finding in report.findings]
+        rows, bits, lengths, _ = launch.make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions
+        )
+    clean(observer, recorder)
     B, S, G, _ = call.indices.shape
     assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * case.K)
     if tokens == 1:
@@ -101,8 +102,11 @@ def options(inputs: Inputs, tokens: int) -> dict:
 
 
 def clean(observer: Races, recorder: project_hopper.capture_tilelang.Recorder) -> None:
+    """No race, no finding, and no instruction form that neither a foreign kernel nor an H200 witnesses."""
     assert not observer.races, observer.races[0].text
     assert not [finding for report in recorder.reports for finding in report.findings]
+    used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
+    assert not used - set(coverage.witnesses())
 
 
 @pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "fp16_512", "packed"))
@@ -117,7 +121,7 @@ def test_forward(case: Case, tokens: int) -> None:
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-@pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "fp16_512", "packed"))
+@pytest.mark.parametrize(("case", "tokens"), CALLS[:2], ids=("everything", "fp16_512"))
 def test_backward(case: Case, tokens: int) -> None:
     observer = Races()
     with project_hopper.simulated(observer=observer) as recorder:
