@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
-# The decision about token groups: tiles and the share of rows that are looked at (2**-step), what a slot of a tile of
-# several tokens costs beside one of a single token, and the lists' share of an ungrouped forward, by rows of kv.
+# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl). A sample is 32
+# tiles and 2**-2 of the rows of kv. What a slot of a tile of several tokens costs beside one of a single token, by rows
+# of kv: masks cost, rising rows save as kv leaves the L2.
 SAMPLES, SAMPLE_STEP = 32, 2
+GROUPED_SLOT_COST = {16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}
+# Share of an ungrouped forward: lists of 8 tokens a tile, those per row of kv, and the kernel that leaves at once.
+LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
+# Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
+FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
-GROUPED_SLOT_COST = 1.17
-LISTS_COST, LISTS_COST_PER_ROW = 0.02, 0.05 / 131_072
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -197,8 +201,11 @@ def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
     units = env.multiprocessors(device)
     single = problem.B * problem.S * problem.G
     waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
-    lists = LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv
-    return int(1000 * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * GROUPED_SLOT_COST))
+    # Few tokens a tile make more lists: twice the cost at 2 tokens.
+    lists = (LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + EXIT_COST
+    slot = next(cost for rows, cost in GROUPED_SLOT_COST.items() if problem.S_kv <= rows)
+    gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
+    return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
 
 
 def make_lists(
