@@ -180,7 +180,6 @@ class Plan:
             Barrier("s_free", ("softmax",), pair=True),
             Barrier("p_ready", ("softmax",), self.p_buffers, pair=True),
             Barrier("pv_done", ("mma",), self.p_buffers),
-            Barrier("q_done", ("mma",)),
             Barrier("o_ready", ("mma",)),
             Barrier("o_free", ("epilogue",), pair=True),
             Barrier("stats_ready", ("softmax",)),
