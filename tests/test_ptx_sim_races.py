@@ -358,6 +358,18 @@ def one_line(text: str) -> str:
     return text.replace("\n", " ")
 
 
+# A second operation of thread 0 behind a product, and its commit: phase 1 of the first mbarrier.
+LOADED = one_line(wait("%r2", "WAIT0")) + "bar.sync 0; "
+TWICE = (
+    PRODUCT.replace("{loaded}", LOADED).replace("{done}", "")
+    + "@%p1 bra L2; {second} tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2]; L2: "
+    + one_line(wait("%r2", "WAIT2", 1))
+    + FREE.format(g=1)
+)
+COPY = (
+    f"mov.b64 %d30, {umma_descriptor(1024) - (1 << 64)}; @%p1 bra L3; "
+    "tcgen05.cp.cta_group::1.128x256b [%r4], %d30; L3: "
+)
 READ = "shl.b32 %r61, %r40, 21; add.u32 %r61, %r61, %r4; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r61]; "
 TMEM = {
     "tcgen05.wait::st and fences": (
@@ -375,6 +387,24 @@ TMEM = {
         + "@!%p10 bra S; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r4]; <<tcgen05.wait::ld.sync.aligned;>> "
         + "<<tcgen05.fence::before_thread_sync;>> S: bar.sync 1, 64; tcgen05.fence::after_thread_sync; "
         + "@%p10 bra DONE0; "
+        + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; tcgen05.wait::st.sync.aligned; DONE0: "
+        + FREE.format(g=1),
+    ),
+    "a lane's tcgen05.wait::ld speaks of its own part": (
+        "order",
+        TENSOR
+        + "@!%p10 bra S; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r4]; tcgen05.wait::ld.sync.aligned; "
+        + "tcgen05.fence::before_thread_sync; <<bar.warp.sync -1;>> @%p1 bra DONE0; mbarrier.arrive.shared.b64 _, "
+        + "[%r2]; bra DONE0; S: "
+        + one_line(wait("%r2", "WAIT"))
+        + "tcgen05.fence::after_thread_sync; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; "
+        + "tcgen05.wait::st.sync.aligned; DONE0: "
+        + FREE.format(g=1),
+    ),
+    "tcgen05.wait::st between two stores": (
+        "order",
+        TENSOR
+        + "@!%p10 bra DONE0; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; <<tcgen05.wait::st.sync.aligned;>> "
         + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; tcgen05.wait::st.sync.aligned; DONE0: "
         + FREE.format(g=1),
     ),
@@ -402,6 +432,27 @@ TMEM = {
         + READ
         + "tcgen05.wait::ld.sync.aligned; "
         + FREE.format(g=1),
+    ),
+    "a copy over the accumulator waits for the product": (
+        ["order", "tensor fence"],
+        TWICE.replace(
+            "{second}",
+            "<<"
+            + one_line(wait("%r2+8", "WAIT1"))
+            + ">> <<tcgen05.fence::after_thread_sync;>> tcgen05.cp.cta_group::1.128x256b [%r4], %d30;",
+        ),
+    ),
+    "products of one accumulator and shape are in order": (
+        "order",
+        TWICE.replace(
+            "{second}",
+            f"mov.b32 %r51, {idesc(128, 32)}; "
+            "tcgen05.mma.cta_group::1.kind::f16 [%r4], %d30, %d31, <<%r50|%r51>>, %p8;",
+        ),
+    ),
+    "a product behind a copy is in order, a copy behind a product is not": (
+        "order",
+        TWICE.replace(LOADED, LOADED + COPY).replace("{second}", "<<|tcgen05.cp.cta_group::1.128x256b [%r4], %d30;>>"),
     ),
 }
 

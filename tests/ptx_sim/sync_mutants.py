@@ -239,9 +239,9 @@ class Explanation(Races):
 
     def _watch(self, name: str, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         _, warp = self._of(split)
-        before = np.maximum.reduce([g.known for g in warp.groups])
+        before = warp.everything()
         getattr(Races, name)(self, split, mask, index, *rest)
-        after = np.maximum.reduce([g.known for g in warp.groups])
+        after = warp.everything()
         rows, actors = np.nonzero(after > before)
         news = {(r, a): int(after[r, a]) for r, a in zip(rows.tolist(), actors.tolist(), strict=True)}
         key = (split.cta.cluster.index, split.cta.rank, split.warp.index)
@@ -265,7 +265,7 @@ class Explanation(Races):
         lessons = self.gained.get(key, [])
         if not self.second or number >= len(lessons):
             return
-        known = np.maximum.reduce([g.known for g in warp.groups])
+        known = warp.everything()
         wanted = dict(lessons[number])
         for item, clock in lessons[number].items():
             if known[item] >= clock:
