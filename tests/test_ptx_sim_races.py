@@ -591,11 +591,26 @@ def test_survivors_are_explained() -> None:
     """Two barriers in a row: either is enough, so both survive, each the other's twin. A fence orders nothing."""
     code = SETUP + SLOT + "st.shared.b32 [%r21], %r0; bar.sync 0; bar.sync 0; fence.proxy.async; "
     code += "ld.shared.b32 %r5, [%r22];"
-    laboratory = sync_mutants.Laboratory(launch(code, {}, shared=LARGE, block=64))
-    last = laboratory.sites[-3:]
-    found = [laboratory.try_site(site) for site in last]
+    inquiry = sync_mutants.Inquiry([launch(code, {}, shared=LARGE, block=64)])
+    last = inquiry.sites[-3:]
+    found = [inquiry.try_site(site) for site in last]
     assert [(o.verdict, o.kind) for o in found] == [("survived", "twin"), ("survived", "twin"), ("survived", "idle")]
     assert "without both: order" in found[0].detail
+    assert inquiry.redundant(last) == ([last[0], last[2]], "")
+
+
+def test_a_mutant_is_judged_on_several_inputs() -> None:
+    """The barrier matters only where the flag is set, and only there the fence is executed."""
+    code = SETUP + SLOT + "ld.global.u32 %r9, [%d0]; setp.eq.u32 %p11, %r9, 0; st.shared.b32 [%r21], %r0; bar.sync 0; "
+    code += "@%p11 bra END; fence.proxy.async; ld.shared.b32 %r5, [%r22]; END:"
+    off, on = (launch(code, {"in": np.full(4, flag, np.uint32)}, shared=LARGE, block=64) for flag in (0, 1))
+    inquiry = sync_mutants.Inquiry([off, on])
+    barrier, fence = inquiry.sites[-2:]
+    assert [inquiry.laboratories[n].verdict(barrier)[0] for n in (0, 1)] == ["survived", "race"]
+    assert inquiry.try_site(barrier).verdict == "race"
+    assert fence not in inquiry.laboratories[0].sites and inquiry.try_site(fence).kind == "idle"
+    with pytest.raises(ValueError, match="not launches of one PTX"):
+        sync_mutants.Inquiry([off, launch("ret;", {})])
 
 
 def test_a_sum_in_another_order_is_no_wrong_result() -> None:
@@ -604,7 +619,7 @@ def test_a_sum_in_another_order_is_no_wrong_result() -> None:
     code += "red.global.add.f32 [%d0], %r6; bar.sync 0;"
     laboratory = sync_mutants.Laboratory(launch(code, {"out": np.zeros(4, np.float32)}, block=256))
     assert laboratory.loose == [True]
-    assert laboratory.try_site(laboratory.sites[-1]).kind == "idle"
+    assert laboratory.verdict(laboratory.sites[-1])[0] == "survived"
 
 
 def test_mutants_of_a_known_good_kernel() -> None:
@@ -613,7 +628,7 @@ def test_mutants_of_a_known_good_kernel() -> None:
         pytest.skip("the wheel's kernels cannot run here")
     results = json.loads(race_commands.RESULTS.read_text())
     name = next(n for n in results if n.startswith("wheel-fwd-h64-d512"))
-    item = subjects.record("wheel-fwd-h64-d512", int(name.split(", ")[1].split()[0]))[0][1]
+    item = subjects.record("wheel-fwd-h64-d512", *results[name]["inputs"][0])[0][1]
     assert item.sha256 == results[name]["sha256"]
     laboratory = sync_mutants.Laboratory(item)
     assert len(laboratory.sites) == results[name]["sites"]
@@ -621,7 +636,7 @@ def test_mutants_of_a_known_good_kernel() -> None:
     chosen = {op: line for line, op, verdict, _ in results[name]["mutants"] if verdict == "race"}
     assert len(chosen) >= 6
     for line in chosen.values():
-        assert laboratory.try_site(sites[line]).verdict == "race"
+        assert laboratory.verdict(sites[line])[0] == "race"
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

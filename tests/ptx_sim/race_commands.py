@@ -18,6 +18,7 @@ from .races import Race, Races
 from .registers import RegisterCheck
 
 RESULTS = Path(__file__).with_name("sync_mutants.json")
+DEFAULT_INPUT = (384, 2)
 
 
 def _launches(target: str, slots: int, tokens: int) -> list[tuple[str, Launch]]:
@@ -85,30 +86,50 @@ def races(args: argparse.Namespace) -> int:
     return status
 
 
+def _inquiries(target: str, args: argparse.Namespace) -> list[tuple[str, list[Launch]]]:
+    """The launches of a target by number, each with all inputs."""
+    found: dict[str, list[Launch]] = {}
+    for slots, tokens in args.input or [DEFAULT_INPUT]:
+        for name, launch in _launches(target, slots, tokens):
+            found.setdefault(name, []).append(launch)
+        if Path(target).is_dir():
+            break
+    return [(name, launches) for name, launches in found.items() if args.launch is None or name in args.launch]
+
+
 def mutants(args: argparse.Namespace) -> int:
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     for target in args.targets:
-        for name, launch in _launches(target, args.slots, args.tokens):
-            if args.launch is not None and name not in args.launch:
-                continue
-            laboratory = sync_mutants.Laboratory(launch, args.resident)
-            if laboratory.races.races:
+        for name, launches in _inquiries(target, args):
+            inquiry = sync_mutants.Inquiry(launches, args.resident)
+            if any(laboratory.races.races for laboratory in inquiry.laboratories):
                 sys.exit(f"{target} {name} has reports unmutated: run `races` first")
-            sites = laboratory.sites
-            print(f"{target} {name} {launch.kernel[:60]}: {len(sites)} sites", flush=True)
+            sites = inquiry.sites
+            print(f"{target} {name} {launches[0].kernel[:60]}: {len(sites)} sites", flush=True)
             found = []
-            for outcome in sync_mutants.outcomes(laboratory, sites, args.processes):
+            for outcome in sync_mutants.outcomes(inquiry, sites, args.processes):
                 found.append(outcome)
                 if outcome.verdict == "survived":
                     print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
-            record = sync_mutants.table(launch, found)
+            survivors = [site for site, o in zip(sites, found, strict=True) if o.verdict == "survived"]
+            gone, wrong = inquiry.redundant(survivors)
+            record = sync_mutants.table(inquiry, found, gone, wrong)
             print(
-                f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle"
+                f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle\n"
+                f"  without {record['redundant']} of them together: no report, "
+                + (wrong or f"{sync_mutants.SCHEDULES} adversarial schedules agree")
             )
             if args.json is not None:
-                results[f"{target} {name}, {args.slots} slots, {args.tokens} tokens"] = record
+                inputs = args.input or [DEFAULT_INPUT]
+                key = f"{target} {name}, " + " and ".join(f"{slots} slots {tokens} tokens" for slots, tokens in inputs)
+                results[key] = {"inputs": inputs, **record}
                 args.json.write_text(json.dumps(results, indent=0) + "\n")
     return 0
+
+
+def _input(text: str) -> tuple[int, int]:
+    slots, tokens = text.split(",")
+    return int(slots), int(tokens)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -126,7 +147,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     sub.add_argument("--launch", action="append", help="only the launch of this number (000, 001 ...)")
     sub.add_argument("--processes", type=int, default=2)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
-    sub.add_argument("--slots", type=int, default=384, help="slots per row of a named kernel's input")
-    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
+    sub.add_argument(
+        "--input",
+        type=_input,
+        action="append",
+        metavar="SLOTS,TOKENS",
+        help="slots per row and query tokens of a named kernel's input, by default 384,2; of several, one must report",
+    )
     sub.add_argument("--json", type=Path, help=f"add the results to this file ({RESULTS.name} is the committed one)")
     sub.set_defaults(do=mutants)
