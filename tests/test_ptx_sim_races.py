@@ -639,6 +639,17 @@ def test_mutants_of_a_known_good_kernel() -> None:
         assert laboratory.verdict(sites[line])[0] == "race"
 
 
+def test_mutants_of_the_sm100_forward() -> None:
+    """All of them, on a tile of several blocks and on tiles of one: at least 95 % are reported."""
+    name = "sm100-fwd-h64-d512"
+    if name not in subjects.subjects():
+        pytest.skip(f"{name} cannot run here")
+    inquiry = sync_mutants.Inquiry([subjects.record(name, *size)[0][1] for size in ((256, 2), (64, 4))])
+    verdicts = [inquiry.verdict(site)[0] for site in inquiry.sites]
+    assert len(verdicts) > 90
+    assert verdicts.count("survived") <= 0.05 * len(verdicts)
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     launch(broken(CTA["bar.sync"][1], 0), {}, shared=LARGE, block=64).save(tmp_path / "bad" / "000")
     launch(broken(CTA["bar.sync"][1], -1), {}, shared=LARGE, block=64).save(tmp_path / "good" / "000")
