@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .ptx_sim import foreign_dsa as dsa
+from .ptx_sim import foreign_gemm as gemm
 from .ptx_sim.observer import Observer
 from .ptx_sim.policies import Delay
 
@@ -63,6 +64,15 @@ def test_growing_scores() -> None:
     result = dsa.forward(p)
     assert dsa.relative_error(result.tensors["out"], dsa.oracle(p)["out"]) < BF16_ERROR
     assert "tcgen05.st.sync.aligned.32x32b.x32.b32" in result.reports[0].opcodes
+
+
+@pytest.mark.parametrize(("dtype", "a_major", "b_major"), gemm.CASES)
+def test_gemm(dtype: str, a_major: str, b_major: str) -> None:
+    """The wheel's dense GEMM: every combination of contiguous axes, in both types."""
+    result = gemm.product(dtype, a_major, b_major)
+    a, b, ab = (result.tensors[name][..., 0].double() for name in ("a", "b", "ab"))
+    assert dsa.relative_error(ab, a @ b.t()) < (BF16_ERROR if dtype == "bf16" else BF16_ERROR / 8)
+    assert not result.reports[0].findings
 
 
 def test_forward_of_an_empty_row() -> None:
