@@ -276,7 +276,7 @@ class Forward:
                 numbers = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K) * 4
                 for part in cutlass.range_constexpr(plan.slots_per_block):
                     ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
-                    if const_expr(plan.tail and part == plan.slots_per_block - 1):
+                    if const_expr(plan.tails_wait and part == plan.slots_per_block - 1):
                         ptx.wait(bar["tail_free"] + 8 * tail, tail_phase)
                     self.gather_slot(smem, bar, rank, half, slot, tail, part, numbers, kv_map)
                     slot, slot_phase = _next(slot, slot_phase, SLOTS)
@@ -384,7 +384,7 @@ class Forward:
         if const_expr(part == self.plan.slots_per_block - 1):
             with cute.arch.elect_one():
                 ptx.commit(bar["s_ready"], self.plan.pair)
-                if const_expr(self.plan.tail):
+                if const_expr(self.plan.tails_wait):
                     ptx.commit(bar["tail_free"] + 8 * tail, self.plan.pair)
         return _next(slot, slot_phase, SLOTS)
 
