@@ -13,8 +13,8 @@ over in the tail columns of its own buffer, where there is a tail):
 
     copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
     gather L of block 0       wait L, R of block 0
-    gather R of block 1       S0 = Q K0^T                       wait R, L of block 1
-    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T under way
+    gather R of block 0       S0 = Q K0^T                       wait R, L of block 1
+    gather R of block 1       row max m0            -- m0 -->   S1 = Q K1^T under way
     gather L of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
     wait left_free[0]         O_L += P0 V0_L                    O_R += P0 V0_R
       (next pair) ...         frees left_free[0]                m1 = max(m0, row max S1)
@@ -35,7 +35,7 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import LEAVE
+from .ptx import LEAVE, ROW_SCALE
 from .tile import (
     PASSES, STEP, VECTOR, exists, head_of, if_exists, leave_unless_chosen, load_bits,
     load_rows, selects, store_rows, token_of,
@@ -93,6 +93,15 @@ def build(plan: Plan) -> PrimFunc:
             else:
                 s[h, k] = T.if_then_else(selects(slots[stage, k], h, TOKENS), T.float32(0), -T.infinity(fp32))
 
+    @T.macro
+    def add_sums(p, sums, scale):
+        # sums = scale sums + the row sums of p, each lane over the columns it holds.
+        T.call_extern("handle", "sparse_mla::add_sums", p.data, sums.data, scale.data)
+
+    @T.macro
+    def rescale(o, scale):
+        T.call_extern("handle", "sparse_mla::rescale", o.data, scale.data)
+
     @T.prim_func
     def sparse_mla_fwd(
         Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
@@ -114,7 +123,7 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE)
+            T.import_source(LEAVE + ROW_SCALE)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
             # Of each slot: the scores' start, 0 or -inf, or who selected it, bit t for token t.
@@ -215,6 +224,10 @@ def build(plan: Plan) -> PrimFunc:
                     if TOKENS == 1:
                         say_start(slots, slots_ready, 0, ok, lane, r0)
 
+                    T.barrier_wait(right_free[0], (i & 1) ^ 1)
+                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
+                    T.cp_async_barrier_noinc(right_ready[0])
+
                     T.barrier_wait(right_free[1], (i & 1) ^ 1)
                     if TOKENS > 1:
                         load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
@@ -223,10 +236,6 @@ def build(plan: Plan) -> PrimFunc:
                     T.cp_async_barrier_noinc(right_ready[1])
                     if TOKENS == 1:
                         say_start(slots, slots_ready, 1, ok, lane, r0)
-
-                    T.barrier_wait(right_free[0], (i & 1) ^ 1)
-                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
-                    T.cp_async_barrier_noinc(right_ready[0])
 
                     T.barrier_wait(left_free[1], (i & 1) ^ 1)
                     gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, 0, HALF)
@@ -275,12 +284,9 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(p_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
                     T.fence_proxy_async()
                     T.barrier_arrive(p_0_ready)
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_l[h, d] *= scale_0[h]
+                    add_sums(s_0, l_0, scale_0)
+                    rescale(o_l, scale_0)
                     T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
-                    T.reduce_sum(s_0, l_i_0, dim=1)
-                    for h in T.Parallel(ROWS):
-                        l_0[h] = l_0[h] * scale_0[h] + l_i_0[h]
                     T.barrier_wait(max_1_ready, i & 1)
                     T.copy(max_1, m_both_0)
                     for h in T.Parallel(ROWS):
@@ -289,13 +295,13 @@ def build(plan: Plan) -> PrimFunc:
                         l_0[h] = l_0[h] * scale_0[h]
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[0])
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_l[h, d] *= scale_0[h]
+                    rescale(o_l, scale_0)
                     T.barrier_wait(p_1_ready, i & 1)
                     T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[1])
 
+                T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
                 T.copy(l_0, sum_0)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
@@ -354,8 +360,7 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(max_0, m_both_1)
                     for h in T.Parallel(ROWS):
                         scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_r[h, d] *= scale_1[h]
+                    rescale(o_r, scale_1)
                     for h in T.Parallel(ROWS):
                         l_1[h] *= scale_1[h]
                     T.barrier_wait(p_0_ready, i & 1)
@@ -376,17 +381,15 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(p_1, P_s[1, :, P_LO : P_LO + BLOCK_K])
                     T.fence_proxy_async()
                     T.barrier_arrive(p_1_ready)
+                    add_sums(s_1, l_1, scale_1)
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[0])
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_r[h, d] *= scale_1[h]
+                    rescale(o_r, scale_1)
                     T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
-                    T.reduce_sum(s_1, l_i_1, dim=1)
-                    for h in T.Parallel(ROWS):
-                        l_1[h] = l_1[h] * scale_1[h] + l_i_1[h]
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[1])
 
+                T.call_extern("handle", "sparse_mla::quad_sums", l_1.data)
                 T.copy(l_1, sum_1)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
