@@ -22,9 +22,11 @@ from . import env, reference
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
 from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
-from .validation import BackwardCall, Call
+from .validation import BackwardCall, Call, ListsCall
 
 REFERENCE = "reference"
+# Gather lists of a plan, as `groups.Lists`, or none.
+Lists = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,35 @@ def choose(
     if name != REFERENCE and not problem.is_empty:
         load(name).check(problem, filled)
     return choice
+
+
+def grouping(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
+) -> tuple[int, bool]:
+    """Tokens of a tile, and whether the device decides if they are grouped at all; the config's wish is followed."""
+    choice = choose(problem, device_type, capability, backend, config)
+    if choice.config.tokens_per_tile is not None:
+        return choice.config.tokens_per_tile, False
+    return load(choice.backend).group_size(problem), True
+
+
+def describe_groups(choice: Choice, problem: Problem) -> str:
+    """How many tokens share a gather list, and who decides."""
+    tokens = choice.config.tokens_per_tile
+    if tokens is not None:
+        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it"
+    tokens = load(choice.backend).group_size(problem)
+    if tokens == 1:
+        return f"none: {problem.heads_per_group} heads per group leave no room for a second token in a tile"
+    return f"{tokens} tokens a tile where their union of rows pays, decided on the device from a sample of tiles"
+
+
+def planned(
+    config: SparseAttentionConfig, tokens: int, device_type: str, capability: tuple[int, int] | None, backend: str
+) -> SparseAttentionConfig:
+    """A call's config with the group size of its plan; the reference works token by token whatever the plan says."""
+    name, _, _ = _backend_of(device_type, capability, backend)
+    return replace(config, tokens_per_tile=1 if name == REFERENCE else tokens)
 
 
 def check_name(argument: str, name: str) -> None:
@@ -141,9 +172,13 @@ def load(name: str) -> ModuleType:
 _warned: set[str] = set()
 
 
-def _choose_for(call: Call, backend: str, config_text: str) -> Choice:
+def _choose_for(call: Call, backend: str, config_text: str, lists: Lists) -> Choice:
     device = call.q.device
-    choice = choose(call.problem, device.type, env.capability(device), backend, config_table.decode(config_text))
+    capability, config = env.capability(device), config_table.decode(config_text)
+    if lists:
+        tokens = lists[0].shape[-1] // call.problem.K
+        config = planned(config, tokens, device.type, capability, backend)
+    choice = choose(call.problem, device.type, capability, backend, config)
     if choice.warning and choice.warning not in _warned:
         _warned.add(choice.warning)
         warnings.warn(choice.warning, RuntimeWarning, stacklevel=2)
@@ -164,14 +199,14 @@ def _on_device(device: torch.device) -> Iterator[None]:
 # -- running -------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Tensor, Tensor]:
-    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched).
+def forward(call: Call, sm_scale: float, backend: str, config: str, lists: Lists = None) -> tuple[Tensor, Tensor]:
+    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched); `lists` are a plan's.
 
     Backends return fresh batched tensors, which lose their leading axis in place: views could not be changed in place
     under autograd.
     """
     problem = call.problem
-    choice = _choose_for(call, backend, config)
+    choice = _choose_for(call, backend, config, lists)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
     )
@@ -181,16 +216,17 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
                 call.q, call.kv, call.indices, d_v=problem.d_v, causal=problem.causal, **options
             )
         else:
-            out, lse = load(choice.backend).fwd(problem, choice.config, call.q, call.kv, call.indices, **options)
+            kernels = load(choice.backend)
+            out, lse = kernels.fwd(problem, choice.config, call.q, call.kv, call.indices, lists=lists, **options)
     return (out.squeeze_(0), lse.squeeze_(0)) if problem.packed else (out, lse)
 
 
 def backward(
-    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str
+    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str, lists: Lists = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
-    choice = _choose_for(call, backend, config)
+    choice = _choose_for(call, backend, config, lists)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
         attn_sink=call.attn_sink, dkv=call.dkv, dkv_dtype=call.dkv_dtype, deterministic=deterministic,
@@ -200,8 +236,19 @@ def backward(
         if choice.backend == REFERENCE or problem.is_empty:
             dq, dkv, d_sink, _ = reference.backward(*tensors, causal=problem.causal, **options)
         else:
-            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
+            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, lists=lists, **options)
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
+
+
+def make_lists(call: ListsCall, tokens: int, decide: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(rows, bits, lengths, chosen)` of a checked call's gather lists for tiles of so many tokens."""
+    device = call.indices.device
+    config = SparseAttentionConfig(tokens_per_tile=tokens)
+    choice = choose(call.problem, device.type, env.capability(device), backend, config)
+    with _on_device(device):
+        return load(choice.backend).make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide
+        )
 
 
 def max_scores(call: Call, sm_scale: float) -> Tensor:
