@@ -19,7 +19,8 @@ written. A repeated index counts once for each slot it stands in. A row without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from . import autograd, dispatch, env, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError, UnsupportedError
-from .problem import MAX_HEADS_PER_GROUP, Problem
+from .problem import BACKWARD, MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
 
@@ -90,7 +91,11 @@ def fwd(
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
             result independent of the other queries in the call, bitwise.
         backend: `None` picks by device: compute capability 9.x `"sm90"`, 10.0 and 10.3 `"sm100"`, a CPU `"reference"`,
-            any other GPU the reference with one warning. A named backend is used or refused, never replaced.
+            any other GPU the reference with one warning. A named backend is used or refused, never replaced: these, or
+            another package where it is installed, `"flash_mla"` (forward only) and `"cudnn"` (backward; forward on
+            10.x), whose limits and copies are stated in `external`. `"fastest"` takes per pass the fastest that was
+            measured at this architecture, D and head count, is installed and takes the call; `explain` says which.
+            `config.fwd_backend` names another for the forward alone.
         plan: reserved for token groups; must be `None`.
 
     Returns:
@@ -180,6 +185,8 @@ def sparse_mla(
         q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.flag("return_lse", return_lse)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, attn_sink)):
+        dispatch.require_backward(arguments[-1])
     out, lse = autograd.fwd_op(*arguments)
     return (out, lse) if return_lse else out
 
@@ -189,7 +196,10 @@ def sparse_mla(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether a call can run, with what, and why. `str()` is for people."""
+    """Whether a call can run, with what, and why. `str()` is for people.
+
+    `backward` is empty where the backward runs as the forward does, else its backend and reason, or why it cannot run.
+    """
 
     ok: bool
     reason: str
@@ -199,11 +209,13 @@ class Explanation:
     table_row: str = ""
     warning: str = ""
     error: SparseMLAError | None = None
+    backward: str = ""
 
     def __str__(self) -> str:
         if not self.ok:
             return f"cannot run: {self.reason}"
         lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
+        lines += [f"backward  {self.backward}"] if self.backward else []
         return "\n".join(lines + ([f"warning   {self.warning}"] if self.warning else []))
 
 
@@ -232,11 +244,26 @@ def explain(
         device = _default_device() if q.device.type == "meta" else q.device
         device_type = device.type if capability is None else "cuda"
         found = env.capability(device) if capability is None else validation.capability(capability)
-        choice = dispatch.choose(call.problem, device_type, found, name, config_table.decode(config_text))
+        asked = functools.partial(
+            dispatch.choose, call.problem, device_type, found, name, config_table.decode(config_text), call=call
+        )
+        choice = asked()
+        backward = _explained_backward(asked, choice)
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
-    return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning)
+    return Explanation(
+        True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning, None, backward
+    )
+
+
+def _explained_backward(asked: Callable[..., dispatch.Choice], forward: dispatch.Choice) -> str:
+    try:
+        choice = asked(which=BACKWARD)
+    except UnsupportedError as error:
+        return f"cannot run: {error}"
+    same = (choice.backend, choice.reason) == (forward.backend, forward.reason)
+    return "" if same else f"{choice.backend} ({choice.reason})"
 
 
 def _default_device() -> torch.device:

@@ -177,7 +177,7 @@ def test_help(name: str | None) -> None:
     (["warmup", "--device", "cpu", "--backend", "sm90"], 2, "UnsupportedError: backend 'sm90' needs"),
     (["warmup", "--device", "cpu", "--heads", "500"], 2, "heads_per_group: must lie in 1..128; got 500"),
     (["warmup", "--device", "nowhere"], 2, "no such device here"),
-    (["explain", "--backend", "fast", "--device", "cpu"], 1, "must be one of reference, sm90, sm100"),
+    (["explain", "--backend", "fast", "--device", "cpu"], 1, "must be one of reference, sm90, sm100, "),
     (["explain", "--model", "gpt2"], 2, "invalid choice"),
     (["explain", "--capability", "nine"], 2, "must be a compute capability such as 9.0"),
     (["nothing"], 2, "invalid choice"),
@@ -214,7 +214,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 def expected_files() -> dict[str, Path]:
     """Every file that an installation must have, by its place in it."""
-    patterns = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt"), **{name: ("*.py",) for name in MAPPED}}
+    patterns: dict[str, tuple[str, ...]] = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt", "data/*.json")}
+    patterns |= {name: ("*.py",) for name in MAPPED}
     files = {}
     for folder, kinds in patterns.items():
         for kind in kinds:
