@@ -35,6 +35,7 @@ from torch import Tensor
 
 import cute_sparse_mla
 from bench.cases import INVALID_PATTERNS, Case
+from bench.report import append_jsonl
 from cute_sparse_mla import env, reference
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge, Results, TensorCheck
@@ -341,8 +342,23 @@ def search(target: str, cases: int, seed: int, device: torch.device, sizes: Size
     return outcome
 
 
-def _workers(args: argparse.Namespace, seed: int) -> list[Outcome]:
+def _warm_up(args: argparse.Namespace, sizes: Sizes) -> None:
+    """Compile on disk what the workers will need, the kernels of one D and dtypes a process."""
+    code = (
+        "import sys, torch, cute_sparse_mla\nD, dtype, index_dtype, device = sys.argv[1:]\nfor heads in (16, 64, 128):"
+    )
+    code += "\n    cute_sparse_mla.warmup(heads, int(D), dtype=getattr(torch, dtype), device=device,"
+    code += " index_dtype=getattr(torch, index_dtype))"
+    kinds = itertools.product((str(D) for D, _ in sizes.widths), sizes.dtypes, sizes.index_dtypes)
+    processes = [subprocess.Popen([sys.executable, "-c", code, *kind, str(args.device)]) for kind in kinds]
+    if any([process.wait() for process in processes]):
+        raise SystemExit("the kernels could not be compiled")
+
+
+def _workers(args: argparse.Namespace, seed: int, sizes: Sizes) -> list[Outcome]:
     """The search spread over processes, each with a seed of its own."""
+    if args.target in ("sm90", "sm100"):
+        _warm_up(args, sizes)
     command = [sys.executable, "-m", "tests.fuzz", "--target", args.target, "--device", str(args.device), "--json"]
     command += ["--narrow"] if args.narrow else []
     shares = [len(range(n, args.cases, args.workers)) for n in range(args.workers)]
@@ -377,7 +393,9 @@ def main() -> int:
         return int(bool(found))
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     sizes = narrow(SIZES[args.target]) if args.narrow else SIZES[args.target]
-    outcomes = _workers(args, seed) if args.workers > 1 else [search(args.target, args.cases, seed, args.device, sizes)]
+    outcomes = (
+        _workers(args, seed, sizes) if args.workers > 1 else [search(args.target, args.cases, seed, args.device, sizes)]
+    )
     whole = asdict(Outcome(
         args.target, seed, sum(o.cases for o in outcomes), max(o.seconds for o in outcomes),
         list(itertools.chain.from_iterable(o.found for o in outcomes)),
@@ -392,8 +410,7 @@ def main() -> int:
                 print(f"MISS (seed {outcome.seed}): {'; '.join(outcome.found)}\n  --replay '{outcome.reproducer}'")
     if args.out:
         row = whole | {"workers": args.workers, "device": env.device_name(args.device)}
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | {"versions": env.versions("hypothesis", "tilelang")}) + "\n")
+        append_jsonl(args.out, [row | {"versions": env.versions("hypothesis", "tilelang")}])
     return int(bool(whole["found"]))
 
 

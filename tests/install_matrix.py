@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.report import append_jsonl
+
 ROOT = Path(__file__).resolve().parents[1]
 CUDNN, QUACK = "nvidia-cudnn-frontend", "quack-kernels"
 # Name: (extras of this package, neighbours).
@@ -138,8 +140,7 @@ def main() -> int:
         failed |= not row["ok"]
         print(f"{'ok    ' if row['ok'] else 'FAILED'} {name} ({row['seconds']} s) {row.get('error', '')}", flush=True)
         if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_jsonl(args.out, [row])
     return int(failed)
 
 

@@ -30,6 +30,7 @@ import torch
 
 import cute_sparse_mla
 from bench.cases import BASE, Case
+from bench.report import append_jsonl
 from cute_sparse_mla import env
 from cute_sparse_mla.precision import Inputs, Judge, run
 
@@ -214,8 +215,7 @@ def main() -> int:
         failed |= not row["ok"]
         print(json.dumps(row), flush=True)
         if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_jsonl(args.out, [row])
     return int(failed)
 
 
