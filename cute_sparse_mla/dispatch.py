@@ -195,13 +195,13 @@ def _require_kernels(name: str, problem: Problem) -> None:
         )
     if problem.dtype not in KERNEL_DTYPES:
         raise UnsupportedError(f"the {name} kernels take bfloat16 and float16, not {problem.dtype}")
-    for other in EXTERNAL_BACKENDS:
-        if other.name == name:
-            if not env.is_installed(other.requires):
-                raise MissingDependencyError(
-                    f"backend '{name}' needs the package '{other.requires}', which is not installed: {other.install}"
-                )
-            return
+    outside = next((b for b in EXTERNAL_BACKENDS if b.name == name), None)
+    if outside is not None:
+        if not env.is_installed(outside.requires):
+            raise MissingDependencyError(
+                f"backend '{name}' needs the package '{outside.requires}', which is not installed: {outside.install}"
+            )
+        return
     backend = next(b for b in KERNEL_BACKENDS if b.name == name)
     if not env.is_installed(f"{env.PACKAGE}.{backend.module}"):
         raise UnsupportedError(f"this version has no {name} kernels; backend='{REFERENCE}' runs anywhere")
