@@ -112,6 +112,16 @@ def same_results(first: Inputs, second: Inputs) -> None:
     torch.testing.assert_close(dkv, other_dkv, rtol=1e-5, atol=1e-5 * float(dkv.abs().max()))
 
 
+def judged_alike(first: Inputs, second: Inputs) -> None:
+    """Two calls that mean the same, though blocks may hold other slots: both by the first one's oracle."""
+    judge = Judge(first)
+    for inputs in (first, second):
+        out, lse = forward(inputs)
+        dq, dkv, d_sink = backward(inputs, out, lse)
+        checks = judge.forward_checks(out, lse) + judge.gradient_checks(out, lse, dq, dkv, d_sink)
+        assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
 # -- slots that must not count -------------------------------------------------------------------------------------
 
 
@@ -149,9 +159,7 @@ def test_invalid_slots_equal_the_compacted_row(kind: str, device: str) -> None:
     with_holes = replace(i, indices=i.indices.masked_fill(holes, -1))
     compact = replace(i, indices=i.indices[..., ~holes])
     assert misses(with_holes) == []
-    (out, lse), (compact_out, compact_lse) = forward(with_holes), forward(compact)
-    torch.testing.assert_close(out.float(), compact_out.float(), rtol=2e-2, atol=2e-3)
-    torch.testing.assert_close(lse, compact_lse, rtol=2e-6, atol=1e-5)
+    judged_alike(with_holes, compact)
 
 
 @on_both
@@ -174,7 +182,7 @@ def test_slots_beyond_the_length_are_ignored(S: int, device: str) -> None:
         i, indices=torch.where(beyond & (torch.arange(128, device=device) % 2 == 1), 2**31 - 1, i.indices)
     )
     same_results(i, garbage)
-    same_results(i, replace(i, indices=i.indices.masked_fill(beyond, -1), topk_length=None))
+    judged_alike(i, replace(i, indices=i.indices.masked_fill(beyond, -1), topk_length=None))
 
 
 @on_both
@@ -403,7 +411,7 @@ def test_no_recompiles() -> None:
     from cute_sparse_mla.hopper import build
 
     gen = torch.Generator().manual_seed(0)
-    build.kernel.cache_clear()
+    counts = set()
     for _ in range(50):
         S, S_kv, K = (
             int(torch.randint(low, high, (), generator=gen)) for low, high in ((1, 20), (1, 3000), (1900, 2049))
@@ -411,7 +419,8 @@ def test_no_recompiles() -> None:
         i = BASE.but(S=S, S_kv=S_kv + 1, K=K, H=1 + S % 16).inputs(device="cuda")
         i = replace(i, kv=i.kv[:, 1:])
         backward(i, *forward(i))
-    assert build.kernel.cache_info().currsize == 4
+        counts.add(build.kernel.cache_info().currsize)
+    assert len(counts) == 1
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------
@@ -504,7 +513,7 @@ def test_documents_equal_their_own_runs(device: str) -> None:
         own_out, own_lse = forward(own)
         own_dq, own_dkv, _ = backward(own, own_out, own_lse, dkv_dtype=torch.float32)
         assert torch.equal(out[a:b], own_out) and torch.equal(lse[a:b], own_lse) and torch.equal(dq[a:b], own_dq)
-        torch.testing.assert_close(dkv[a:b], own_dkv, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dkv[a:b], own_dkv, rtol=1e-5, atol=1e-5 * float(dkv.abs().max()))
 
 
 @on_both
