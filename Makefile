@@ -18,7 +18,8 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 load-h200 check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races lint clean
+.PHONY: install-matrix fuzz-h200 load-h200 check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races
+.PHONY: sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -31,6 +32,9 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
+
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of eight kernels (about 40 CPU minutes)
+	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
 	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \

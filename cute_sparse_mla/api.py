@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import autograd, dispatch, env, validation
+from . import autograd, dispatch, env, groups, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError, UnsupportedError
+from .groups import TokenPlan
 from .problem import BACKWARD, MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
@@ -45,13 +46,12 @@ def _forward_arguments(
     validation.tensors(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
-    validation.no_plan(plan)
     _refuse_forward_mode(q, kv, attn_sink)
     D = validation.row_width(q)
     return (
         q, kv, indices, q_positions, topk_length, attn_sink, *validation.scale(sm_scale),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
-        _checked_name(backend),
+        _checked_name(backend), *groups.check(plan, q, kv, indices, causal, q_positions, topk_length, config),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def fwd(
     q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float | None = None, d_v: int | None = None,
     causal: bool = False, q_positions: Tensor | None = None, topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None, config: SparseAttentionConfig | None = None, backend: str | None = None,
-    plan: None = None,
+    plan: TokenPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sparse MLA forward: `(out, lse)`. Not differentiable; `sparse_mla` is.
 
@@ -96,7 +96,8 @@ def fwd(
             10.x), whose limits and copies are stated in `external`. `"fastest"` takes per pass the fastest that was
             measured at this architecture, D and head count, is installed and takes the call; `explain` says which.
             `config.fwd_backend` names another for the forward alone.
-        plan: reserved for token groups; must be `None`.
+        plan: what `cute_sparse_mla.plan` made for these indices and options: gather lists of several neighbouring
+            tokens, so that a row of kv that they share is read once. Otherwise made inside, if the config asks for it.
 
     Returns:
         `out` in q's dtype and `lse` in fp32, new contiguous tensors on q's device, on torch's current stream.
@@ -119,7 +120,7 @@ def bwd(
     deterministic: bool = False, dkv: Tensor | None = None, dkv_dtype: torch.dtype | None = None,
     sm_scale: float | None = None, causal: bool = False, q_positions: Tensor | None = None,
     topk_length: Tensor | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: None = None,
+    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: TokenPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Sparse MLA backward: `(dq, dkv, d_sink)` for `out, lse = fwd(q, kv, indices, ...)` with the same keywords.
 
@@ -148,7 +149,7 @@ def bwd(
     validation.flag("deterministic", deterministic)
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
-    *_, scale, traced_scale, _, causal, config_text, name = arguments
+    scale, traced_scale, _, causal, config_text, name, *lists = arguments[6:]
     options = (
         q_positions,
         topk_length,
@@ -160,6 +161,7 @@ def bwd(
         dkv_dtype,
         config_text,
         name,
+        *lists,
     )
     with torch.no_grad():
         if dkv is None:
@@ -173,7 +175,7 @@ def sparse_mla(
     q: Tensor, kv: Tensor, indices: Tensor, *, return_lse: bool = False, sm_scale: float | None = None,
     d_v: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
     topk_length: Tensor | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: None = None,
+    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: TokenPlan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Differentiable sparse MLA: `out`, or `(out, lse)` with `return_lse=True`. Arguments as in `fwd`.
 
@@ -186,7 +188,11 @@ def sparse_mla(
     )
     validation.flag("return_lse", return_lse)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, attn_sink)):
-        dispatch.require_backward(arguments[-1])
+        dispatch.require_backward(arguments[11])
+    if plan is None:
+        # Made here rather than inside the op, so that autograd keeps it for the backward.
+        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, config, arguments[11])
+        arguments = (*arguments[:12], *made)
     out, lse = autograd.fwd_op(*arguments)
     return (out, lse) if return_lse else out
 
@@ -207,6 +213,7 @@ class Explanation:
     backend: str | None = None
     config: SparseAttentionConfig | None = None
     table_row: str = ""
+    groups: str = ""
     warning: str = ""
     error: SparseMLAError | None = None
     backward: str = ""
@@ -215,15 +222,15 @@ class Explanation:
         if not self.ok:
             return f"cannot run: {self.reason}"
         lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
-        lines += [f"backward  {self.backward}"] if self.backward else []
-        return "\n".join(lines + ([f"warning   {self.warning}"] if self.warning else []))
+        more = {"backward": self.backward, "groups": self.groups, "warning": self.warning}
+        return "\n".join(lines + [f"{name:<9} {text}" for name, text in more.items() if text])
 
 
 def explain(
     q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float | None = None, d_v: int | None = None,
     causal: bool = False, q_positions: Tensor | None = None, topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None, config: SparseAttentionConfig | None = None, backend: str | None = None,
-    plan: None = None, capability: tuple[int, int] | None = None,
+    plan: TokenPlan | None = None, capability: tuple[int, int] | None = None,
 ) -> Explanation:  # fmt: skip
     """Can this call run here, with which kernel and config, and why; nothing is run, compiled or read.
 
@@ -235,7 +242,7 @@ def explain(
         arguments = _forward_arguments(
             q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
         )
-        *tensors, _, _, width, causal, config_text, name = arguments
+        *tensors, _, _, width, causal, config_text, name = arguments[:12]
         q, kv, indices, q_positions, topk_length, attn_sink = tensors
         call = validation.forward(
             q, kv, indices, d_v=width, causal=causal,
@@ -244,16 +251,18 @@ def explain(
         device = _default_device() if q.device.type == "meta" else q.device
         device_type = device.type if capability is None else "cuda"
         found = env.capability(device) if capability is None else validation.capability(capability)
-        asked = functools.partial(
-            dispatch.choose, call.problem, device_type, found, name, config_table.decode(config_text), call=call
-        )
+        wished = config_table.decode(config_text)
+        if plan is not None:
+            wished = dispatch.planned(wished, plan.tokens_per_tile, device_type, found, name)
+        asked = functools.partial(dispatch.choose, call.problem, device_type, found, name, wished, call=call)
         choice = asked()
         backward = _explained_backward(asked, choice)
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
+    groups = dispatch.describe_groups(choice, call.problem)
     return Explanation(
-        True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning, None, backward
+        True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning, backward=backward
     )
 
 

@@ -22,9 +22,11 @@ from . import env, fastest, reference
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
 from .problem import BACKWARD, FORWARD, KERNEL_DIMS, KERNEL_DTYPES, Problem
-from .validation import BackwardCall, Call
+from .validation import BackwardCall, Call, ListsCall
 
 REFERENCE, FASTEST = "reference", "fastest"
+# Gather lists of a plan, as `groups.Lists`, or none.
+Lists = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def choose(
     """Backend and config of a call's pass on a device of this type and compute capability; raises what the contract
     says. `call` and `deterministic` matter to external backends, which refuse by layout, too."""
     check_name("config.fwd_backend", config.fwd_backend or "")
-    wished = config.fwd_backend if which == FORWARD and config.fwd_backend else backend
+    wished = _wished(backend, config, which)
     if wished == FASTEST:
         config = replace(config, fwd_backend=None)
         return _choose_fastest(problem, device_type, capability, config, which, call, deterministic)
@@ -117,13 +119,19 @@ def choose(
     return choice
 
 
+def _wished(backend: str, config: SparseAttentionConfig, which: str) -> str:
+    """The backend that a caller names for a pass."""
+    return config.fwd_backend if which == FORWARD and config.fwd_backend else backend
+
+
 def _choose_fastest(
     problem: Problem, device_type: str, capability: tuple[int, int] | None, config: SparseAttentionConfig, which: str,
     call: Call | None, deterministic: bool,
 ) -> Choice:  # fmt: skip
     """The first of the measured ranking that is installed and takes the call; the device's own where none was measured
-    or none does."""
+    or none does. A group size is a wish to the package's own kernels, and no reason against the others."""
     own = choose(problem, device_type, capability, "", config, which)
+    others = replace(config, tokens_per_tile=None)
     candidates = fastest.ranking(own.backend, problem, which)
     if not candidates:
         missing = f"no {which} measured beside others at D {problem.D} and {problem.heads_per_group} heads"
@@ -134,7 +142,7 @@ def _choose_fastest(
             choice = own
             if candidate.backend != own.backend:
                 choice = choose(
-                    problem, device_type, capability, candidate.backend, config, which, call=call,
+                    problem, device_type, capability, candidate.backend, others, which, call=call,
                     deterministic=deterministic,
                 )  # fmt: skip
         except UnsupportedError as error:
@@ -151,6 +159,38 @@ def require_backward(backend: str) -> None:
             f"backend '{backend}' has no backward, and a gradient is required: name it in config.fwd_backend, and a "
             "backend with a backward, or None, in backend"
         )
+
+
+def grouping(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
+) -> tuple[int, bool]:
+    """Tokens of a tile, and whether the device decides if they are grouped at all; the config's wish is followed."""
+    choice = choose(problem, device_type, capability, backend, config)
+    if choice.config.tokens_per_tile is not None:
+        return choice.config.tokens_per_tile, False
+    return load(choice.backend).group_size(problem), True
+
+
+def describe_groups(choice: Choice, problem: Problem) -> str:
+    """How many tokens share a gather list, and who decides."""
+    tokens = choice.config.tokens_per_tile
+    if tokens is not None:
+        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it"
+    tokens = load(choice.backend).group_size(problem)
+    if tokens == 1:
+        return f"none: {problem.heads_per_group} heads per group leave no room for a second token in a tile"
+    return f"{tokens} tokens a tile where their union of rows pays, decided on the device from a sample of tiles"
+
+
+def planned(
+    config: SparseAttentionConfig, tokens: int, device_type: str, capability: tuple[int, int] | None, backend: str,
+    which: str = FORWARD,
+) -> SparseAttentionConfig:  # fmt: skip
+    """A call's config with the group size of its plan; the reference and external backends work token by token whatever
+    the plan says."""
+    wished = _wished(backend, config, which)
+    name, _, _ = _backend_of(device_type, capability, "" if wished == FASTEST else wished)
+    return replace(config, tokens_per_tile=1 if name == REFERENCE or _is_external(name) else tokens)
 
 
 def check_name(argument: str, name: str) -> None:
@@ -225,12 +265,17 @@ def external(name: str) -> ModuleType:
 _warned: set[str] = set()
 
 
-def _choose_for(call: Call, backend: str, config_text: str, which: str, deterministic: bool = False) -> Choice:
+def _choose_for(
+    call: Call, backend: str, config_text: str, lists: Lists, which: str, deterministic: bool = False
+) -> Choice:
     device = call.q.device
+    capability, config = env.capability(device), config_table.decode(config_text)
+    if lists:
+        tokens = lists[0].shape[-1] // call.problem.K
+        config = planned(config, tokens, device.type, capability, backend, which)
     choice = choose(
-        call.problem, device.type, env.capability(device), backend, config_table.decode(config_text), which, call=call,
-        deterministic=deterministic,
-    )  # fmt: skip
+        call.problem, device.type, capability, backend, config, which, call=call, deterministic=deterministic
+    )
     if choice.warning and choice.warning not in _warned:
         _warned.add(choice.warning)
         warnings.warn(choice.warning, RuntimeWarning, stacklevel=2)
@@ -251,14 +296,14 @@ def _on_device(device: torch.device) -> Iterator[None]:
 # -- running -------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Tensor, Tensor]:
-    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched).
+def forward(call: Call, sm_scale: float, backend: str, config: str, lists: Lists = None) -> tuple[Tensor, Tensor]:
+    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched); `lists` are a plan's.
 
     Backends return fresh batched tensors, which lose their leading axis in place: views could not be changed in place
     under autograd.
     """
     problem = call.problem
-    choice = _choose_for(call, backend, config, FORWARD)
+    choice = _choose_for(call, backend, config, lists, FORWARD)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
     )
@@ -270,16 +315,17 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
         elif _is_external(choice.backend):
             out, lse = external(choice.backend).fwd(call, sm_scale)
         else:
-            out, lse = load(choice.backend).fwd(problem, choice.config, call.q, call.kv, call.indices, **options)
+            kernels = load(choice.backend)
+            out, lse = kernels.fwd(problem, choice.config, call.q, call.kv, call.indices, lists=lists, **options)
     return (out.squeeze_(0), lse.squeeze_(0)) if problem.packed else (out, lse)
 
 
 def backward(
-    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str
+    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str, lists: Lists = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
-    choice = _choose_for(call, backend, config, BACKWARD, deterministic)
+    choice = _choose_for(call, backend, config, lists, BACKWARD, deterministic)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
         attn_sink=call.attn_sink, dkv=call.dkv, dkv_dtype=call.dkv_dtype, deterministic=deterministic,
@@ -291,8 +337,21 @@ def backward(
         elif _is_external(choice.backend):
             dq, dkv, d_sink = external(choice.backend).bwd(call, sm_scale, deterministic)
         else:
-            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
+            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, lists=lists, **options)
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
+
+
+def make_lists(call: ListsCall, tokens: int, decide: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(rows, bits, lengths, chosen)` of a checked call's gather lists for tiles of so many tokens."""
+    device = call.indices.device
+    config = SparseAttentionConfig(tokens_per_tile=tokens)
+    # Lists are for the package's own kernels, whoever else runs the other pass.
+    own = "" if backend == FASTEST or _is_external(backend) else backend
+    choice = choose(call.problem, device.type, env.capability(device), own, config)
+    with _on_device(device):
+        return load(choice.backend).make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide
+        )
 
 
 def max_scores(call: Call, sm_scale: float) -> Tensor:
@@ -315,7 +374,7 @@ def warmup(
     choices = [choose(problem, device_type, capability, backend, config, FORWARD)]
     if include_backward:
         choices.append(choose(problem, device_type, capability, backend, config, BACKWARD))
-    for name in dict.fromkeys(choice.backend for choice in choices):
-        if name != REFERENCE and not _is_external(name):
-            load(name).warmup(problem, choices[0].config, choices[-1].backend == name and include_backward)
+    own = {c.backend: c.config for c in choices if c.backend != REFERENCE and not _is_external(c.backend)}
+    for name, filled in own.items():
+        load(name).warmup(problem, filled, include_backward and choices[-1].backend == name)
     return choices[0]

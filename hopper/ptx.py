@@ -56,6 +56,15 @@ __device__ __forceinline__ void add_rows(const void *accumulator, const void *st
 }  // namespace sparse_mla
 """
 
+LEAVE = r"""
+namespace sparse_mla {
+// End the whole CTA unless `stay`, which must be the same for all threads.
+__device__ __forceinline__ void leave_unless(bool stay) {
+  if (!stay) asm volatile("exit;");
+}
+}  // namespace sparse_mla
+"""
+
 VECTOR_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

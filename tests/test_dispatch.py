@@ -313,7 +313,9 @@ def test_every_problem_has_a_row(heads: int, D: int, dtype: torch.dtype) -> None
     assert problem.head_class == next(c for c in (16, 32, 64, 128) if c >= heads)
     for architecture in {row.architecture for row in config.TABLE}:
         filled, row = config.choose(architecture, problem, NOTHING)
-        assert row.holds_for(architecture, problem) and filled.tokens_per_tile is not None
+        assert row.holds_for(architecture, problem)
+        # On Hopper the device decides.
+        assert (filled.tokens_per_tile is None) == (architecture == "sm90")
 
 
 def test_the_callers_fields_win_over_the_table() -> None:

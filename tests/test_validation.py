@@ -205,7 +205,7 @@ FORWARD = (
       for value in ("cuda", "SM90", "hopper", "reference ")),
     Wrong("config", to(SparseAttentionConfig(fwd_backend="fast")), V, "must be one of reference, sm90, sm100", "'fast'",
           names="config.fwd_backend"),
-    *(Wrong("plan", to(value), T, "must be None: this version has no token-group plans", kind)
+    *(Wrong("plan", to(value), T, "must be what cute_sparse_mla.plan returned, or None", kind)
       for value, kind in ((1, "int"), ({}, "dict"), (False, "bool"))),
 )  # fmt: skip
 
