@@ -253,7 +253,9 @@ def measured(packages: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return missing
 
 
-def _fastest(case: Case, which: str, capability: tuple[int, int] = (9, 0), **options: Any) -> dispatch.Choice:
+def _fastest(
+    case: Case, which: str, capability: tuple[int, int] = (9, 0), tokens: int | None = None, **options: Any
+) -> dispatch.Choice:
     i = case.inputs()
     call: validation.Call = validation.forward(
         i.q, i.kv, i.indices, d_v=512, causal=i.causal, q_positions=None, topk_length=None, attn_sink=None
@@ -264,7 +266,7 @@ def _fastest(case: Case, which: str, capability: tuple[int, int] = (9, 0), **opt
             i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=None, dkv_dtype=None, causal=False,
             q_positions=None, topk_length=None, attn_sink=None,
         )  # fmt: skip
-    config = SparseAttentionConfig()
+    config = SparseAttentionConfig(tokens_per_tile=tokens)
     return dispatch.choose(call.problem, "cuda", capability, "fastest", config, which, call=call, **options)
 
 
@@ -319,6 +321,16 @@ def test_only_what_was_measured_side_by_side_enters_the_table() -> None:
         (8, FORWARD, [{"sm90": 2.1, "flash_mla": 1.6}]),
         (32, BACKWARD, [{"sm90": 8.0, "cudnn": 6.0}]),
     ]
+
+
+def test_a_plan_s_token_groups_are_for_the_own_kernels(measured: set[str]) -> None:
+    """Others work token by token whatever the plan says, and are not passed over for it."""
+    config = SparseAttentionConfig(fwd_backend="flash_mla")
+    for backend, which, tokens in (("cudnn", BACKWARD, 1), ("sm90", FORWARD, 1), ("sm90", BACKWARD, 4)):
+        assert dispatch.planned(config, 4, "cuda", (9, 0), backend, which).tokens_per_tile == tokens
+    assert dispatch.planned(SparseAttentionConfig(), 4, "cuda", (9, 0), "fastest").tokens_per_tile == 4
+    assert _fastest(CASE, FORWARD, tokens=4).backend == "flash_mla"
+    assert _fastest(CASE.but(H=64), FORWARD, tokens=1).config.tokens_per_tile == 1
 
 
 def test_fastest_runs_on_a_cpu_by_the_reference() -> None:
