@@ -19,7 +19,8 @@ written. A repeated index counts once for each slot it stands in. A row without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from . import config as config_table
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError, UnsupportedError
 from .groups import TokenPlan
-from .problem import MAX_HEADS_PER_GROUP, Problem
+from .problem import BACKWARD, MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
 
@@ -90,7 +91,11 @@ def fwd(
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
             result independent of the other queries in the call, bitwise.
         backend: `None` picks by device: compute capability 9.x `"sm90"`, 10.0 and 10.3 `"sm100"`, a CPU `"reference"`,
-            any other GPU the reference with one warning. A named backend is used or refused, never replaced.
+            any other GPU the reference with one warning. A named backend is used or refused, never replaced: these, or
+            another package where it is installed, `"flash_mla"` (forward only) and `"cudnn"` (backward; forward on
+            10.x), whose limits and copies are stated in `external`. `"fastest"` takes per pass the fastest that was
+            measured at this architecture, D and head count, is installed and takes the call; `explain` says which.
+            `config.fwd_backend` names another for the forward alone.
         plan: what `cute_sparse_mla.plan` made for these indices and options: gather lists of several neighbouring
             tokens, so that a row of kv that they share is read once. Otherwise made inside, if the config asks for it.
 
@@ -182,6 +187,8 @@ def sparse_mla(
         q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.flag("return_lse", return_lse)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, attn_sink)):
+        dispatch.require_backward(arguments[11])
     if plan is None:
         # Made here rather than inside the op, so that autograd keeps it for the backward.
         made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, config, arguments[11])
@@ -195,7 +202,10 @@ def sparse_mla(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether a call can run, with what, and why. `str()` is for people."""
+    """Whether a call can run, with what, and why. `str()` is for people.
+
+    `backward` is empty where the backward runs as the forward does, else its backend and reason, or why it cannot run.
+    """
 
     ok: bool
     reason: str
@@ -206,12 +216,13 @@ class Explanation:
     groups: str = ""
     warning: str = ""
     error: SparseMLAError | None = None
+    backward: str = ""
 
     def __str__(self) -> str:
         if not self.ok:
             return f"cannot run: {self.reason}"
         lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
-        more = {"groups": self.groups, "warning": self.warning}
+        more = {"backward": self.backward, "groups": self.groups, "warning": self.warning}
         return "\n".join(lines + [f"{name:<9} {text}" for name, text in more.items() if text])
 
 
@@ -243,12 +254,25 @@ def explain(
         wished = config_table.decode(config_text)
         if plan is not None:
             wished = dispatch.planned(wished, plan.tokens_per_tile, device_type, found, name)
-        choice = dispatch.choose(call.problem, device_type, found, name, wished)
+        asked = functools.partial(dispatch.choose, call.problem, device_type, found, name, wished, call=call)
+        choice = asked()
+        backward = _explained_backward(asked, choice)
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
     groups = dispatch.describe_groups(choice, call.problem)
-    return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning)
+    return Explanation(
+        True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning, backward=backward
+    )
+
+
+def _explained_backward(asked: Callable[..., dispatch.Choice], forward: dispatch.Choice) -> str:
+    try:
+        choice = asked(which=BACKWARD)
+    except UnsupportedError as error:
+        return f"cannot run: {error}"
+    same = (choice.backend, choice.reason) == (forward.backend, forward.reason)
+    return "" if same else f"{choice.backend} ({choice.reason})"
 
 
 def _default_device() -> torch.device:

@@ -19,7 +19,7 @@ THREAD_COUNTS = (128, 256, 384, 512)
 class SparseAttentionConfig:
     """Tuning choices of one call; a field left at `None` comes from the measured table.
 
-    Fields: `fwd_backend` (backend of the forward when it should differ from the call's), `fwd_threads`,
+    Fields: `fwd_backend` (backend of the forward when it should differ from the backward's), `fwd_threads`,
     `bwd_threads` (threads per CTA), `fwd_stages`, `bwd_stages` (KV buffers in flight), `fwd_block_k`, `bwd_block_k`
     (slots per step), `bwd_split_store` (parts in which a step's dKV is staged and added), `tokens_per_tile`
     (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries, and `None`
@@ -59,6 +59,11 @@ class SparseAttentionConfig:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
         texts = [f'"{name}": "{v}"' if isinstance(v, str) else f'"{name}": {v}' for name, v in values if v is not None]
         return "{" + ", ".join(texts) + "}"
+
+    @staticmethod
+    def tuning() -> tuple[str, ...]:
+        """Names of the fields that tune this package's own kernels."""
+        return tuple(field.name for field in fields(SparseAttentionConfig) if field.name != "fwd_backend")
 
     def filled_from(self, defaults: SparseAttentionConfig) -> SparseAttentionConfig:
         """Fields left at `None` taken from `defaults`."""
@@ -124,6 +129,13 @@ TABLE: tuple[ConfigRow, ...] = (
         "reference", (), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
         reason="plain torch; a chunk of tokens is sized by memory, not by this table",
         figure="none needed",
+    ),
+    *(
+        ConfigRow(
+            name, (512, 576), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
+            reason=f"{name} chooses its own configuration", figure="none: not this package's kernels",
+        )
+        for name in ("flash_mla", "cudnn")
     ),
 )  # fmt: skip
 

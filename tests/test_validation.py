@@ -201,7 +201,7 @@ FORWARD = (
       for value, kind in (({}, "dict"), ("fast", "str"), (SparseAttentionConfig, "type"))),
     *(Wrong("backend", to(value), T, "must be a backend's name or None", got)
       for value, got in ((1, "1"), ("", "''"), (True, "True"), (b"sm90", "b'sm90'"))),
-    *(Wrong("backend", to(value), V, "must be one of reference, sm90, sm100", repr(value))
+    *(Wrong("backend", to(value), V, "must be one of reference, sm90, sm100, ", repr(value))
       for value in ("cuda", "SM90", "hopper", "reference ")),
     Wrong("config", to(SparseAttentionConfig(fwd_backend="fast")), V, "must be one of reference, sm90, sm100", "'fast'",
           names="config.fwd_backend"),

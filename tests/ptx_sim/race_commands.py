@@ -20,8 +20,8 @@ from .registers import RegisterCheck
 
 RESULTS = Path(__file__).with_name("sync_mutants.json")
 DEFAULT_INPUT = (384, 2)
-# What RESULTS holds: subject, launch, (slots per row, query tokens) of the inputs. Rows of several blocks wrap rings;
-# in rows of one block some waits stand alone.
+# What RESULTS holds: subject, launch or None for all, (slots per row, query tokens) of the inputs. Rows of several
+# blocks wrap rings; in rows of one block some waits stand alone.
 COMMITTED = (
     ("wheel-fwd-h64-d512", "000", [(384, 2)]),
     ("wheel-bwd-h64-d512", "002", [(256, 1)]),
@@ -30,7 +30,9 @@ COMMITTED = (
     ("sm100-fwd-h64-d512", "000", [(320, 2), (64, 4)]),
     ("sm100-fwd-h128-d512", "000", [(320, 2), (64, 4)]),
     ("sm100-fwd-h64-d576", "000", [(320, 2), (64, 4)]),
-    ("sm100-bwd-h64-d512", "000", [(320, 2), (64, 6)]),
+    ("sm100-fwd-h128-d576", "000", [(320, 2), (64, 4)]),
+    ("sm100-bwd-h64-d512", None, [(320, 3), (64, 4)]),
+    ("sm100-bwd-h64-d576", None, [(320, 3), (64, 4)]),
 )
 
 
@@ -114,7 +116,10 @@ def mutants(args: argparse.Namespace) -> int:
     inputs = args.input or [DEFAULT_INPUT]
     for target, number, inputs in [(t, args.launch, inputs) for t in args.targets] or COMMITTED:
         for name, launches in _inputs(target, number, inputs):
-            record = _mutants(f"{target} {name}", sync_mutants.Inquiry(launches, args.resident), args.processes)
+            inquiry = sync_mutants.Inquiry(launches, args.resident)
+            if not inquiry.sites:
+                continue
+            record = _mutants(f"{target} {name}", inquiry, args.processes)
             if args.json is not None:
                 key = f"{target} {name}, " + " and ".join(f"{slots} slots {tokens} tokens" for slots, tokens in inputs)
                 results[key] = {"inputs": inputs, **record}
