@@ -18,7 +18,8 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races lint clean
+.PHONY: install-matrix fuzz-h200 load-h200 check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races
+.PHONY: sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -32,6 +33,9 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of ten kernels (about 40 CPU minutes)
+	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
+
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
 	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \
 		tests/test_compile.py tests/test_compat.py $(ARGS)
@@ -41,6 +45,15 @@ sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a 
 
 sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the simulator, on a CPU (about 25 CPU minutes)
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
+
+fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
+	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 8 $(ARGS)
+
+load-h200: $(RUN_READY)  ## 10,000 mixed calls, a cold cache, threads, out of memory, on a Hopper GPU
+	$(PY) -m tests.load $(ARGS)
+
+install-matrix:  ## installs with each extra and beside each neighbour, in fresh environments (about 15 minutes)
+	$(PYTHON) -m tests.install_matrix $(ARGS)
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

@@ -182,7 +182,8 @@ class Ours(Implementation):
     def config(self, inputs: Inputs) -> dict[str, str]:
         i = inputs
         answer = cute_sparse_mla.explain(i.q, i.kv, i.indices, d_v=i.d_v, **i.options, **self._options())
-        return {"backend": str(answer.backend), "config": str(answer.config), "why": answer.table_row}
+        found = {"backend": str(answer.backend), "config": str(answer.config), "why": answer.table_row}
+        return found | ({"groups": answer.groups} if answer.groups else {})
 
 
 # -- a forward of one and the backward of another ------------------------------------------------------------------

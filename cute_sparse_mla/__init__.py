@@ -15,6 +15,7 @@ from .errors import (  # noqa: E402
     SparseMLAError,
     UnsupportedError,
 )
+from .groups import TokenPlan, plan  # noqa: E402
 from .version import __version__  # noqa: E402
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MissingDependencyError",
     "SparseAttentionConfig",
     "SparseMLAError",
+    "TokenPlan",
     "UnsupportedError",
     "__version__",
     "bwd",
@@ -32,6 +34,7 @@ __all__ = [
     "explain",
     "fwd",
     "indices",
+    "plan",
     "sparse_mla",
     "warmup",
 ]

@@ -19,7 +19,8 @@ written. A repeated index counts once for each slot it stands in. A row without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import autograd, dispatch, env, validation
+from . import autograd, dispatch, env, groups, validation
 from . import config as config_table
 from .config import SparseAttentionConfig
 from .errors import ArgumentTypeError, ArgumentValueError, SparseMLAError, UnsupportedError
-from .problem import MAX_HEADS_PER_GROUP, Problem
+from .groups import TokenPlan
+from .problem import BACKWARD, MAX_HEADS_PER_GROUP, Problem
 
 _OPTIONAL = ("q_positions", "topk_length", "attn_sink", "dlse", "dkv")
 
@@ -44,13 +46,12 @@ def _forward_arguments(
     validation.tensors(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
-    validation.no_plan(plan)
     _refuse_forward_mode(q, kv, attn_sink)
     D = validation.row_width(q)
     return (
         q, kv, indices, q_positions, topk_length, attn_sink, *validation.scale(sm_scale),
         validation.value_width(d_v, D), validation.flag("causal", causal), validation.encoded_config(config),
-        _checked_name(backend),
+        _checked_name(backend), *groups.check(plan, q, kv, indices, causal, q_positions, topk_length, config),
     )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def fwd(
     q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float | None = None, d_v: int | None = None,
     causal: bool = False, q_positions: Tensor | None = None, topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None, config: SparseAttentionConfig | None = None, backend: str | None = None,
-    plan: None = None,
+    plan: TokenPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sparse MLA forward: `(out, lse)`. Not differentiable; `sparse_mla` is.
 
@@ -90,8 +91,13 @@ def fwd(
         config: tuning choices; fields left at `None` come from the measured table. `tokens_per_tile=1` makes a query's
             result independent of the other queries in the call, bitwise.
         backend: `None` picks by device: compute capability 9.x `"sm90"`, 10.0 and 10.3 `"sm100"`, a CPU `"reference"`,
-            any other GPU the reference with one warning. A named backend is used or refused, never replaced.
-        plan: reserved for token groups; must be `None`.
+            any other GPU the reference with one warning. A named backend is used or refused, never replaced: these, or
+            another package where it is installed, `"flash_mla"` (forward only) and `"cudnn"` (backward; forward on
+            10.x), whose limits and copies are stated in `external`. `"fastest"` takes per pass the fastest that was
+            measured at this architecture, D and head count, is installed and takes the call; `explain` says which.
+            `config.fwd_backend` names another for the forward alone.
+        plan: what `cute_sparse_mla.plan` made for these indices and options: gather lists of several neighbouring
+            tokens, so that a row of kv that they share is read once. Otherwise made inside, if the config asks for it.
 
     Returns:
         `out` in q's dtype and `lse` in fp32, new contiguous tensors on q's device, on torch's current stream.
@@ -114,7 +120,7 @@ def bwd(
     deterministic: bool = False, dkv: Tensor | None = None, dkv_dtype: torch.dtype | None = None,
     sm_scale: float | None = None, causal: bool = False, q_positions: Tensor | None = None,
     topk_length: Tensor | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: None = None,
+    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: TokenPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Sparse MLA backward: `(dq, dkv, d_sink)` for `out, lse = fwd(q, kv, indices, ...)` with the same keywords.
 
@@ -144,7 +150,7 @@ def bwd(
     validation.flag("deterministic", deterministic)
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
-    *_, scale, traced_scale, _, causal, config_text, name = arguments
+    scale, traced_scale, _, causal, config_text, name, *lists = arguments[6:]
     options = (
         q_positions,
         topk_length,
@@ -156,6 +162,7 @@ def bwd(
         dkv_dtype,
         config_text,
         name,
+        *lists,
     )
     with torch.no_grad():
         if dkv is None:
@@ -169,7 +176,7 @@ def sparse_mla(
     q: Tensor, kv: Tensor, indices: Tensor, *, return_lse: bool = False, sm_scale: float | None = None,
     d_v: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
     topk_length: Tensor | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: None = None,
+    config: SparseAttentionConfig | None = None, backend: str | None = None, plan: TokenPlan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Differentiable sparse MLA: `out`, or `(out, lse)` with `return_lse=True`. Arguments as in `fwd`.
 
@@ -181,6 +188,12 @@ def sparse_mla(
         q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.flag("return_lse", return_lse)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, attn_sink)):
+        dispatch.require_backward(arguments[11])
+    if plan is None:
+        # Made here rather than inside the op, so that autograd keeps it for the backward.
+        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, config, arguments[11])
+        arguments = (*arguments[:12], *made)
     out, lse = autograd.fwd_op(*arguments)
     return (out, lse) if return_lse else out
 
@@ -190,7 +203,10 @@ def sparse_mla(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether a call can run, with what, and why. `str()` is for people."""
+    """Whether a call can run, with what, and why. `str()` is for people.
+
+    `backward` is empty where the backward runs as the forward does, else its backend and reason, or why it cannot run.
+    """
 
     ok: bool
     reason: str
@@ -198,21 +214,24 @@ class Explanation:
     backend: str | None = None
     config: SparseAttentionConfig | None = None
     table_row: str = ""
+    groups: str = ""
     warning: str = ""
     error: SparseMLAError | None = None
+    backward: str = ""
 
     def __str__(self) -> str:
         if not self.ok:
             return f"cannot run: {self.reason}"
         lines = [f"backend   {self.backend} ({self.reason})", f"config    {self.config}", f"table     {self.table_row}"]
-        return "\n".join(lines + ([f"warning   {self.warning}"] if self.warning else []))
+        more = {"backward": self.backward, "groups": self.groups, "warning": self.warning}
+        return "\n".join(lines + [f"{name:<9} {text}" for name, text in more.items() if text])
 
 
 def explain(
     q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float | None = None, d_v: int | None = None,
     causal: bool = False, q_positions: Tensor | None = None, topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None, config: SparseAttentionConfig | None = None, backend: str | None = None,
-    plan: None = None, capability: tuple[int, int] | None = None,
+    plan: TokenPlan | None = None, capability: tuple[int, int] | None = None,
 ) -> Explanation:  # fmt: skip
     """Can this call run here, with which kernel and config, and why; nothing is run, compiled or read.
 
@@ -224,7 +243,7 @@ def explain(
         arguments = _forward_arguments(
             q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
         )
-        *tensors, _, _, width, causal, config_text, name = arguments
+        *tensors, _, _, width, causal, config_text, name = arguments[:12]
         q, kv, indices, q_positions, topk_length, attn_sink = tensors
         call = validation.forward(
             q, kv, indices, d_v=width, causal=causal,
@@ -233,11 +252,28 @@ def explain(
         device = _default_device() if q.device.type == "meta" else q.device
         device_type = device.type if capability is None else "cuda"
         found = env.capability(device) if capability is None else validation.capability(capability)
-        choice = dispatch.choose(call.problem, device_type, found, name, config_table.decode(config_text))
+        wished = config_table.decode(config_text)
+        if plan is not None:
+            wished = dispatch.planned(wished, plan.tokens_per_tile, device_type, found, name)
+        asked = functools.partial(dispatch.choose, call.problem, device_type, found, name, wished, call=call)
+        choice = asked()
+        backward = _explained_backward(asked, choice)
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
     row = f"{choice.row.reason} ({choice.row.figure})"
-    return Explanation(True, choice.reason, call.problem, choice.backend, choice.config, row, choice.warning)
+    groups = dispatch.describe_groups(choice, call.problem)
+    return Explanation(
+        True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning, backward=backward
+    )
+
+
+def _explained_backward(asked: Callable[..., dispatch.Choice], forward: dispatch.Choice) -> str:
+    try:
+        choice = asked(which=BACKWARD)
+    except UnsupportedError as error:
+        return f"cannot run: {error}"
+    same = (choice.backend, choice.reason) == (forward.backend, forward.reason)
+    return "" if same else f"{choice.backend} ({choice.reason})"
 
 
 def _default_device() -> torch.device:

@@ -34,20 +34,23 @@ def _check_backward(
 def fwd_op(
     q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
     attn_sink: Tensor | None, sm_scale: float | None, traced_scale: Tensor | None, d_v: int, causal: bool, config: str,
-    backend: str,
+    backend: str, plan_rows: Tensor | None = None, plan_bits: Tensor | None = None,
+    plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)`; see `api.fwd`."""
     call = validation.forward(
         q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
-    return dispatch.forward(call, validation.scale_of(sm_scale, traced_scale, q.shape[-1]), backend, config)
+    scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
+    return dispatch.forward(call, scale, backend, config, _lists(plan_rows, plan_bits, plan_lengths, plan_chosen))
 
 
 @fwd_op.register_fake
 def _(
     q: Tensor, kv: Tensor, indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None,
     attn_sink: Tensor | None, sm_scale: float | None, traced_scale: Tensor | None, d_v: int, causal: bool, config: str,
-    backend: str,
+    backend: str, plan_rows: Tensor | None = None, plan_bits: Tensor | None = None,
+    plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     validation.forward(
         q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
@@ -60,14 +63,16 @@ def bwd_op(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
     sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
-    dkv_dtype: torch.dtype | None, config: str, backend: str,
+    dkv_dtype: torch.dtype | None, config: str, backend: str, plan_rows: Tensor | None = None,
+    plan_bits: Tensor | None = None, plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dkv, d_sink)`; `d_sink` has no element without a sink. See `api.bwd`."""
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
     scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
-    dq, dkv, d_sink = dispatch.backward(call, scale, deterministic, backend, config)
+    lists = _lists(plan_rows, plan_bits, plan_lengths, plan_chosen)
+    dq, dkv, d_sink = dispatch.backward(call, scale, deterministic, backend, config, lists)
     return dq, dkv, _d_sink_output(q, d_sink)
 
 
@@ -76,7 +81,8 @@ def _(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
     sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
-    dkv_dtype: torch.dtype | None, config: str, backend: str,
+    dkv_dtype: torch.dtype | None, config: str, backend: str, plan_rows: Tensor | None = None,
+    plan_bits: Tensor | None = None, plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
@@ -89,14 +95,16 @@ def bwd_add_op(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
     sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
-    dkv_dtype: torch.dtype | None, config: str, backend: str,
+    dkv_dtype: torch.dtype | None, config: str, backend: str, plan_rows: Tensor | None = None,
+    plan_bits: Tensor | None = None, plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(dq, d_sink)`; the gradient of kv is added into the fp32 buffer `dkv`. See `api.bwd`."""
     call = _check_backward(
         q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
     scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
-    dq, _, d_sink = dispatch.backward(call, scale, deterministic, backend, config)
+    lists = _lists(plan_rows, plan_bits, plan_lengths, plan_chosen)
+    dq, _, d_sink = dispatch.backward(call, scale, deterministic, backend, config, lists)
     return dq, _d_sink_output(q, d_sink)
 
 
@@ -105,7 +113,8 @@ def _(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None, dkv: Tensor,
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
     sm_scale: float | None, traced_scale: Tensor | None, causal: bool, deterministic: bool,
-    dkv_dtype: torch.dtype | None, config: str, backend: str,
+    dkv_dtype: torch.dtype | None, config: str, backend: str, plan_rows: Tensor | None = None,
+    plan_bits: Tensor | None = None, plan_lengths: Tensor | None = None, plan_chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_backward(q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink)
     return q.new_empty(q.shape), _fake_d_sink(q, attn_sink)
@@ -131,6 +140,37 @@ def _(
     return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
+@torch.library.custom_op(f"{_LIB}::plan", mutates_args=())
+def plan_op(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
+    heads_per_group: int, causal: bool, tokens: int, decide: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(rows, bits, lengths)` of the gather lists for `tokens` tokens a tile, and `chosen [1]`; see `groups.Lists`."""
+    call = validation.lists(
+        indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
+    )
+    return dispatch.make_lists(call, tokens, decide, backend)
+
+
+@plan_op.register_fake
+def _(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
+    heads_per_group: int, causal: bool, tokens: int, decide: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = validation.lists(
+        indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
+    )
+    B, S, G, K = call.indices.shape
+    shape = (B, -(-S // tokens), G)
+    rows, bits = (indices.new_empty((*shape, tokens * K), dtype=torch.int32) for _ in range(2))
+    return rows, bits, indices.new_empty(shape, dtype=torch.int32), indices.new_empty(1, dtype=torch.int32)
+
+
+def _lists(*lists: Tensor | None) -> tuple[Tensor, ...] | None:
+    given = tuple(tensor for tensor in lists if tensor is not None)
+    return given or None
+
+
 def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:
     # An op cannot return None; an empty tensor stands for it.
     return q.new_empty(0, dtype=torch.float32) if d_sink is None else d_sink
@@ -141,8 +181,9 @@ def _fake_d_sink(q: Tensor, attn_sink: Tensor | None) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.sm_scale, traced_scale, _, ctx.causal, ctx.config, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, traced_scale, *output)
+    tensors, lists = inputs[:6], inputs[12:]
+    ctx.sm_scale, traced_scale, _, ctx.causal, ctx.config, ctx.backend = inputs[6:12]
+    ctx.save_for_backward(*tensors, traced_scale, *output, *lists)
     ctx.set_materialize_grads(False)
 
 
@@ -158,13 +199,13 @@ def readable_gradient(dout: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    q, kv, indices, q_positions, topk_length, attn_sink, traced_scale, out, lse = ctx.saved_tensors
+    q, kv, indices, q_positions, topk_length, attn_sink, traced_scale, out, lse, *lists = ctx.saved_tensors
     dq, dkv, d_sink = bwd_op(
         q, kv, out, readable_gradient(dout, out), indices, lse, dlse, q_positions, topk_length, attn_sink,
         ctx.sm_scale, traced_scale, ctx.causal, torch.are_deterministic_algorithms_enabled(), None, ctx.config,
-        ctx.backend,
+        ctx.backend, *lists,
     )  # fmt: skip
-    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 6
+    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, *[None] * 10
 
 
 fwd_op.register_autograd(_backward, setup_context=_setup_context)

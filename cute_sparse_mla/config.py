@@ -19,10 +19,11 @@ THREAD_COUNTS = (128, 256, 384, 512)
 class SparseAttentionConfig:
     """Tuning choices of one call; a field left at `None` comes from the measured table.
 
-    Fields: `fwd_backend` (backend of the forward when it should differ from the call's), `fwd_threads`,
+    Fields: `fwd_backend` (backend of the forward when it should differ from the backward's), `fwd_threads`,
     `bwd_threads` (threads per CTA), `fwd_stages`, `bwd_stages` (KV buffers in flight), `fwd_block_k`, `bwd_block_k`
     (slots per step), `bwd_split_store` (parts in which a step's dKV is staged and added), `tokens_per_tile`
-    (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries).
+    (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries, and `None`
+    on Hopper lets the device decide whether groups that fill a tile pay).
     """
 
     fwd_backend: str | None = None
@@ -58,6 +59,11 @@ class SparseAttentionConfig:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
         texts = [f'"{name}": "{v}"' if isinstance(v, str) else f'"{name}": {v}' for name, v in values if v is not None]
         return "{" + ", ".join(texts) + "}"
+
+    @staticmethod
+    def tuning() -> tuple[str, ...]:
+        """Names of the fields that tune this package's own kernels."""
+        return tuple(field.name for field in fields(SparseAttentionConfig) if field.name != "fwd_backend")
 
     def filled_from(self, defaults: SparseAttentionConfig) -> SparseAttentionConfig:
         """Fields left at `None` taken from `defaults`."""
@@ -99,13 +105,15 @@ TABLE: tuple[ConfigRow, ...] = (
         "sm90", (512, 576), (1, MAX_HEADS_PER_GROUP),
         SparseAttentionConfig(
             fwd_threads=384, fwd_stages=2, fwd_block_k=64,
-            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=4, tokens_per_tile=1,
+            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=4,
         ),
         reason="two matrix warpgroups and a copy warpgroup; 64 head rows and 64 slots fill a wgmma tile, and the time "
-        "of 8 heads is that of the gather and of the dkv adds, so fewer rows save nothing; 128 matrix threads cannot "
-        "hold a 64 x 512 accumulator (256 fp32 registers each)",
+        "of 8 heads is that of the gather and of the dkv adds: where neighbouring tokens share enough rows, which the "
+        "device finds out from a sample, up to 32 heads fill the tile with 2 to 16 tokens; 128 matrix threads cannot "
+        "hold a 64 x 512 accumulator (256 fp32 registers each). Where fp32 dkv exceeds the L2 the backward takes each "
+        "token's rows in rising order, from lists made first",
         figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.26 and backward 8.53 ms at 64 heads, "
-        "2.03 and 8.00 at 8",
+        "2.03 and 8.00 at 8; in groups of 8, lists and decision included, 0.66 and 2.30 (against 1.99 and 7.95)",
     ),
     ConfigRow(
         "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),
@@ -121,6 +129,13 @@ TABLE: tuple[ConfigRow, ...] = (
         "reference", (), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
         reason="plain torch; a chunk of tokens is sized by memory, not by this table",
         figure="none needed",
+    ),
+    *(
+        ConfigRow(
+            name, (512, 576), (1, MAX_HEADS_PER_GROUP), SparseAttentionConfig(tokens_per_tile=1),
+            reason=f"{name} chooses its own configuration", figure="none: not this package's kernels",
+        )
+        for name in ("flash_mla", "cudnn")
     ),
 )  # fmt: skip
 

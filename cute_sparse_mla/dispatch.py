@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from . import config as config_table
-from . import env, reference
+from . import env, fastest, reference
 from .config import ConfigRow, SparseAttentionConfig
 from .errors import ArgumentValueError, MissingDependencyError, UnsupportedError
-from .problem import KERNEL_DIMS, KERNEL_DTYPES, Problem
-from .validation import BackwardCall, Call
+from .problem import BACKWARD, FORWARD, KERNEL_DIMS, KERNEL_DTYPES, Problem
+from .validation import BackwardCall, Call, ListsCall
 
-REFERENCE = "reference"
+REFERENCE, FASTEST = "reference", "fastest"
+# Gather lists of a plan, as `groups.Lists`, or none.
+Lists = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,35 @@ KERNEL_BACKENDS = (
         "sm100", "sm100", "10.0 or 10.3 (Blackwell)", lambda c: c in ((10, 0), (10, 3)), "cutlass", "blackwell"
     ),
 )
-BACKENDS = (REFERENCE, *(b.name for b in KERNEL_BACKENDS))
+
+
+@dataclass(frozen=True)
+class ExternalBackend:
+    """Someone else's package behind the front-end (`external`): what it runs on, and how it is installed."""
+
+    name: str
+    capabilities: str
+    runs_on: Callable[[tuple[int, int]], bool]
+    requires: str
+    install: str
+    has_backward: bool
+
+
+def _either_architecture(capability: tuple[int, int]) -> bool:
+    return capability in ((9, 0), (10, 0), (10, 3))
+
+
+EXTERNAL_BACKENDS = (
+    ExternalBackend(
+        "flash_mla", "9.0, 10.0 or 10.3", _either_architecture, "flash_mla",
+        "pip install git+https://github.com/deepseek-ai/FlashMLA", has_backward=False,
+    ),
+    ExternalBackend(
+        "cudnn", "9.0, 10.0 or 10.3", _either_architecture, "cudnn", f"pip install '{env.PACKAGE}[cudnn]'",
+        has_backward=True,
+    ),
+)  # fmt: skip
+BACKENDS = (REFERENCE, *(b.name for b in (*KERNEL_BACKENDS, *EXTERNAL_BACKENDS)), FASTEST)
 
 
 @dataclass(frozen=True)
@@ -63,24 +93,114 @@ class Choice:
 
 
 def choose(
-    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
-) -> Choice:
-    """Backend and config of a call on a device of this type and compute capability; raises what the contract says."""
-    name, reason, warning = _backend_of(device_type, capability, backend)
-    _check_config(name, config)
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig,
+    which: str = FORWARD, *, call: Call | None = None, deterministic: bool = False,
+) -> Choice:  # fmt: skip
+    """Backend and config of a call's pass on a device of this type and compute capability; raises what the contract
+    says. `call` and `deterministic` matter to external backends, which refuse by layout, too."""
+    check_name("config.fwd_backend", config.fwd_backend or "")
+    wished = _wished(backend, config, which)
+    if wished == FASTEST:
+        config = replace(config, fwd_backend=None)
+        return _choose_fastest(problem, device_type, capability, config, which, call, deterministic)
+    name, reason, warning = _backend_of(device_type, capability, wished)
+    if name == REFERENCE and config.tokens_per_tile not in (None, 1):
+        raise UnsupportedError("the reference works token by token: config.tokens_per_tile must be None or 1")
     if name != REFERENCE:
         _require_kernels(name, problem)
     filled, row = config_table.choose(name, problem, config)
     choice = Choice(name, filled, row, reason, warning)
-    if name != REFERENCE and not problem.is_empty:
+    if _is_external(name):
+        refusal = external(name).refusal(problem, config, which, capability, deterministic, call)
+        if refusal:
+            raise UnsupportedError(f"backend '{name}', {which}: {refusal}")
+    elif name != REFERENCE and not problem.is_empty:
         load(name).check(problem, filled)
     return choice
+
+
+def _wished(backend: str, config: SparseAttentionConfig, which: str) -> str:
+    """The backend that a caller names for a pass."""
+    return config.fwd_backend if which == FORWARD and config.fwd_backend else backend
+
+
+def _choose_fastest(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, config: SparseAttentionConfig, which: str,
+    call: Call | None, deterministic: bool,
+) -> Choice:  # fmt: skip
+    """The first of the measured ranking that is installed and takes the call; the device's own where none was measured
+    or none does. A group size is a wish to the package's own kernels, and no reason against the others."""
+    own = choose(problem, device_type, capability, "", config, which)
+    others = replace(config, tokens_per_tile=None)
+    candidates = fastest.ranking(own.backend, problem, which)
+    if not candidates:
+        missing = f"no {which} measured beside others at D {problem.D} and {problem.heads_per_group} heads"
+        return replace(own, reason=f"fastest: {missing}; {own.reason}")
+    passed: list[str] = []
+    for candidate in candidates:
+        try:
+            choice = own
+            if candidate.backend != own.backend:
+                choice = choose(
+                    problem, device_type, capability, candidate.backend, others, which, call=call,
+                    deterministic=deterministic,
+                )  # fmt: skip
+        except UnsupportedError as error:
+            passed.append(f"not {candidate.backend}: {error}")
+            continue
+        return replace(choice, reason="; ".join((f"fastest: {candidate.figure}", *passed)))
+    return replace(own, reason="; ".join(("fastest", *passed, own.reason)))
+
+
+def require_backward(backend: str) -> None:
+    """Refuse, before a forward that will be differentiated, a named backend that has no backward at all."""
+    if any(b.name == backend and not b.has_backward for b in EXTERNAL_BACKENDS):
+        raise UnsupportedError(
+            f"backend '{backend}' has no backward, and a gradient is required: name it in config.fwd_backend, and a "
+            "backend with a backward, or None, in backend"
+        )
+
+
+def grouping(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
+) -> tuple[int, bool]:
+    """Tokens of a tile, and whether the device decides if they are grouped at all; the config's wish is followed."""
+    choice = choose(problem, device_type, capability, backend, config)
+    if choice.config.tokens_per_tile is not None:
+        return choice.config.tokens_per_tile, False
+    return load(choice.backend).group_size(problem), True
+
+
+def describe_groups(choice: Choice, problem: Problem) -> str:
+    """How many tokens share a gather list, and who decides."""
+    tokens = choice.config.tokens_per_tile
+    if tokens is not None:
+        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it"
+    tokens = load(choice.backend).group_size(problem)
+    if tokens == 1:
+        return f"none: {problem.heads_per_group} heads per group leave no room for a second token in a tile"
+    return f"{tokens} tokens a tile where their union of rows pays, decided on the device from a sample of tiles"
+
+
+def planned(
+    config: SparseAttentionConfig, tokens: int, device_type: str, capability: tuple[int, int] | None, backend: str,
+    which: str = FORWARD,
+) -> SparseAttentionConfig:  # fmt: skip
+    """A call's config with the group size of its plan; the reference and external backends work token by token whatever
+    the plan says."""
+    wished = _wished(backend, config, which)
+    name, _, _ = _backend_of(device_type, capability, "" if wished == FASTEST else wished)
+    return replace(config, tokens_per_tile=1 if name == REFERENCE or _is_external(name) else tokens)
 
 
 def check_name(argument: str, name: str) -> None:
     """A backend's name is known; `""` stands for none."""
     if name and name not in BACKENDS:
         raise ArgumentValueError(argument, f"must be one of {', '.join(BACKENDS)}", repr(name))
+
+
+def _is_external(name: str) -> bool:
+    return any(b.name == name for b in EXTERNAL_BACKENDS)
 
 
 def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: str) -> tuple[str, str, str]:
@@ -91,8 +211,8 @@ def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: st
         return wished, "named by the caller", ""
     fitting = next((b for b in KERNEL_BACKENDS if capability and b.runs_on(capability)), None)
     if wished:
-        if fitting is None or fitting.name != wished:
-            named = next(b for b in KERNEL_BACKENDS if b.name == wished)
+        named = next(b for b in (*KERNEL_BACKENDS, *EXTERNAL_BACKENDS) if b.name == wished)
+        if capability is None or not named.runs_on(capability):
             works = fitting.name if fitting else REFERENCE
             raise UnsupportedError(
                 f"backend '{wished}' needs compute capability {named.capabilities}; the tensors are on {where}. "
@@ -107,16 +227,7 @@ def _backend_of(device_type: str, capability: tuple[int, int] | None, wished: st
     return REFERENCE, f"no kernels for {where}", warning
 
 
-def _check_config(name: str, config: SparseAttentionConfig) -> None:
-    check_name("config.fwd_backend", config.fwd_backend or "")
-    if config.fwd_backend not in (None, name):
-        raise UnsupportedError(f"config.fwd_backend = '{config.fwd_backend}' cannot be combined with backend '{name}'")
-    if name == REFERENCE and config.tokens_per_tile not in (None, 1):
-        raise UnsupportedError("the reference works token by token: config.tokens_per_tile must be None or 1")
-
-
 def _require_kernels(name: str, problem: Problem) -> None:
-    backend = next(b for b in KERNEL_BACKENDS if b.name == name)
     if (problem.D, problem.d_v) not in KERNEL_DIMS:
         raise UnsupportedError(
             f"the {name} kernels take (D, d_v) in {list(KERNEL_DIMS)}, not ({problem.D}, {problem.d_v}); pad q and kv "
@@ -124,6 +235,14 @@ def _require_kernels(name: str, problem: Problem) -> None:
         )
     if problem.dtype not in KERNEL_DTYPES:
         raise UnsupportedError(f"the {name} kernels take bfloat16 and float16, not {problem.dtype}")
+    outside = next((b for b in EXTERNAL_BACKENDS if b.name == name), None)
+    if outside is not None:
+        if not env.is_installed(outside.requires):
+            raise MissingDependencyError(
+                f"backend '{name}' needs the package '{outside.requires}', which is not installed: {outside.install}"
+            )
+        return
+    backend = next(b for b in KERNEL_BACKENDS if b.name == name)
     if not env.is_installed(f"{env.PACKAGE}.{backend.module}"):
         raise UnsupportedError(f"this version has no {name} kernels; backend='{REFERENCE}' runs anywhere")
     if not env.is_installed(backend.requires):
@@ -138,12 +257,25 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{env.PACKAGE}.{backend.module}")
 
 
+def external(name: str) -> ModuleType:
+    """The module of an external backend, which imports the package itself at its first call."""
+    return importlib.import_module(f"{env.PACKAGE}.external.{name}")
+
+
 _warned: set[str] = set()
 
 
-def _choose_for(call: Call, backend: str, config_text: str) -> Choice:
+def _choose_for(
+    call: Call, backend: str, config_text: str, lists: Lists, which: str, deterministic: bool = False
+) -> Choice:
     device = call.q.device
-    choice = choose(call.problem, device.type, env.capability(device), backend, config_table.decode(config_text))
+    capability, config = env.capability(device), config_table.decode(config_text)
+    if lists:
+        tokens = lists[0].shape[-1] // call.problem.K
+        config = planned(config, tokens, device.type, capability, backend, which)
+    choice = choose(
+        call.problem, device.type, capability, backend, config, which, call=call, deterministic=deterministic
+    )
     if choice.warning and choice.warning not in _warned:
         _warned.add(choice.warning)
         warnings.warn(choice.warning, RuntimeWarning, stacklevel=2)
@@ -164,14 +296,14 @@ def _on_device(device: torch.device) -> Iterator[None]:
 # -- running -------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Tensor, Tensor]:
-    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched).
+def forward(call: Call, sm_scale: float, backend: str, config: str, lists: Lists = None) -> tuple[Tensor, Tensor]:
+    """Run a checked forward: `(out, lse)` in the caller's form (packed or batched); `lists` are a plan's.
 
     Backends return fresh batched tensors, which lose their leading axis in place: views could not be changed in place
     under autograd.
     """
     problem = call.problem
-    choice = _choose_for(call, backend, config)
+    choice = _choose_for(call, backend, config, lists, FORWARD)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, q_positions=call.q_positions, topk_length=call.topk_length, attn_sink=call.attn_sink
     )
@@ -180,17 +312,20 @@ def forward(call: Call, sm_scale: float, backend: str, config: str) -> tuple[Ten
             out, lse, _ = reference.forward(
                 call.q, call.kv, call.indices, d_v=problem.d_v, causal=problem.causal, **options
             )
+        elif _is_external(choice.backend):
+            out, lse = external(choice.backend).fwd(call, sm_scale)
         else:
-            out, lse = load(choice.backend).fwd(problem, choice.config, call.q, call.kv, call.indices, **options)
+            kernels = load(choice.backend)
+            out, lse = kernels.fwd(problem, choice.config, call.q, call.kv, call.indices, lists=lists, **options)
     return (out.squeeze_(0), lse.squeeze_(0)) if problem.packed else (out, lse)
 
 
 def backward(
-    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str
+    call: BackwardCall, sm_scale: float, deterministic: bool, backend: str, config: str, lists: Lists = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a checked backward: `(dq, dkv, d_sink)` in the caller's form; a caller's `dkv` is added into and returned."""
     problem = call.problem
-    choice = _choose_for(call, backend, config)
+    choice = _choose_for(call, backend, config, lists, BACKWARD, deterministic)
     options: dict[str, Any] = dict(
         sm_scale=sm_scale, dlse=call.dlse, q_positions=call.q_positions, topk_length=call.topk_length,
         attn_sink=call.attn_sink, dkv=call.dkv, dkv_dtype=call.dkv_dtype, deterministic=deterministic,
@@ -199,9 +334,24 @@ def backward(
     with _on_device(call.q.device):
         if choice.backend == REFERENCE or problem.is_empty:
             dq, dkv, d_sink, _ = reference.backward(*tensors, causal=problem.causal, **options)
+        elif _is_external(choice.backend):
+            dq, dkv, d_sink = external(choice.backend).bwd(call, sm_scale, deterministic)
         else:
-            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, **options)
+            dq, dkv, d_sink = load(choice.backend).bwd(problem, choice.config, *tensors, lists=lists, **options)
     return (dq.squeeze_(0), dkv.squeeze_(0), d_sink) if problem.packed else (dq, dkv, d_sink)
+
+
+def make_lists(call: ListsCall, tokens: int, decide: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(rows, bits, lengths, chosen)` of a checked call's gather lists for tiles of so many tokens."""
+    device = call.indices.device
+    config = SparseAttentionConfig(tokens_per_tile=tokens)
+    # Lists are for the package's own kernels, whoever else runs the other pass.
+    own = "" if backend == FASTEST or _is_external(backend) else backend
+    choice = choose(call.problem, device.type, env.capability(device), own, config)
+    with _on_device(device):
+        return load(choice.backend).make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide
+        )
 
 
 def max_scores(call: Call, sm_scale: float) -> Tensor:
@@ -221,7 +371,10 @@ def warmup(
     """Compile what a call like `problem` would need, without data."""
     # A placeholder length: kernels are compiled for any B, S, S_kv and K.
     problem = replace(problem, B=1, S=1, S_kv=1, K=1)
-    choice = choose(problem, device_type, capability, backend, config)
-    if choice.backend != REFERENCE:
-        load(choice.backend).warmup(problem, choice.config, include_backward)
-    return choice
+    choices = [choose(problem, device_type, capability, backend, config, FORWARD)]
+    if include_backward:
+        choices.append(choose(problem, device_type, capability, backend, config, BACKWARD))
+    own = {c.backend: c.config for c in choices if c.backend != REFERENCE and not _is_external(c.backend)}
+    for name, filled in own.items():
+        load(name).warmup(problem, filled, include_backward and choices[-1].backend == name)
+    return choices[0]

@@ -50,6 +50,11 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of an H200 for any other, whose kernels run in a simulator."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def require_device(device: torch.device) -> None:
     """Raise a `ValueError` for a device that this machine does not have."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

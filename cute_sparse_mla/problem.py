@@ -14,6 +14,8 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 # Head classes that kernels are compiled for, per group; real head counts are padded up inside the kernels.
 HEAD_CLASSES = (16, 32, 64, 128)
 MAX_HEADS_PER_GROUP = HEAD_CLASSES[-1]
+# The passes of a call.
+FORWARD, BACKWARD = "forward", "backward"
 # (D, d_v) that the GPU kernels take; the reference takes any 1 <= d_v <= D.
 KERNEL_DIMS = ((512, 512), (576, 512))
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)

@@ -38,6 +38,16 @@ class Call:
 
 
 @dataclass(frozen=True)
+class ListsCall:
+    """What says which rows a call reads, checked and batched; dtype and d_v of the problem stand for any."""
+
+    problem: Problem
+    indices: Tensor
+    q_positions: Tensor | None
+    topk_length: Tensor | None
+
+
+@dataclass(frozen=True)
 class BackwardCall(Call):
     """A checked backward call; `dkv` is the caller's fp32 buffer or `None`, `dkv_dtype` what is returned."""
 
@@ -186,12 +196,6 @@ def backend_name(backend: Any) -> str:
     if not isinstance(backend, str) or not backend:
         raise ArgumentTypeError("backend", "must be a backend's name or None", repr(backend))
     return backend
-
-
-def no_plan(plan: Any) -> None:
-    """Token-group plans are not available yet; a wrong one must not be silently ignored."""
-    if plan is not None:
-        raise ArgumentTypeError("plan", "must be None: this version has no token-group plans", type(plan).__name__)
 
 
 def tensors(optional: tuple[str, ...] = (), **named: Any) -> None:
@@ -344,14 +348,7 @@ def forward(
     _layout("kv", kv)
     _kv_strides(kv)
 
-    if topk_length is not None:
-        _dtype("topk_length", topk_length, (torch.int32,))
-        _shape("topk_length", topk_length, lead, prefix)
-    if q_positions is not None:
-        if not causal:
-            raise ArgumentValueError("q_positions", "has no effect without causal=True", f"causal={causal}")
-        _dtype("q_positions", q_positions, INDEX_DTYPES)
-        _shape("q_positions", q_positions, lead, prefix)
+    _bounds(causal, q_positions, topk_length, lead, prefix)
     if attn_sink is not None:
         _dtype("attn_sink", attn_sink, (torch.float32,))
         _shape("attn_sink", attn_sink, (H,), "H")
@@ -365,6 +362,54 @@ def forward(
         problem, _batched(q, packed), _batched(kv, packed), _batched(indices, packed),
         _batched(q_positions, packed), _batched(topk_length, packed), attn_sink,
     )  # fmt: skip
+
+
+def _bounds(
+    causal: bool, q_positions: Tensor | None, topk_length: Tensor | None, lead: tuple[int, ...], prefix: str
+) -> None:
+    if topk_length is not None:
+        _dtype("topk_length", topk_length, (torch.int32,))
+        _shape("topk_length", topk_length, lead, prefix)
+    if q_positions is not None:
+        if not causal:
+            raise ArgumentValueError("q_positions", "has no effect without causal=True", f"causal={causal}")
+        _dtype("q_positions", q_positions, INDEX_DTYPES)
+        _shape("q_positions", q_positions, lead, prefix)
+
+
+def lists(
+    indices: Tensor, kv_shape: tuple[int, ...], heads_per_group: int, *, causal: bool, q_positions: Tensor | None,
+    topk_length: Tensor | None,
+) -> ListsCall:  # fmt: skip
+    """Check what says which rows a call reads; `kv_shape` tells packed from batched."""
+    if len(kv_shape) not in (3, 4):
+        raise ArgumentValueError("kv_shape", "must be [B, S_kv, G, D] or packed [T_kv, G, D]", list(kv_shape))
+    S_kv, G, D = kv_shape[-3:]
+    if G < 1 or D < 1:
+        raise ArgumentValueError("kv_shape", "must have at least one group and one column", list(kv_shape))
+    heads = count("heads_per_group", heads_per_group, MAX_HEADS_PER_GROUP, str(MAX_HEADS_PER_GROUP))
+    packed = len(kv_shape) == 3
+    _dtype("indices", indices, INDEX_DTYPES)
+    if indices.dim() == len(kv_shape) - 1 and G == 1:
+        indices = indices.unsqueeze(-2)
+    prefix = "T" if packed else "B, S"
+    if indices.dim() != len(kv_shape):
+        raise ArgumentValueError(
+            "indices", f"must be [{prefix}, G, K] for this kv_shape", f"shape {list(indices.shape)}"
+        )
+    lead, K = tuple(indices.shape[:-2]), indices.shape[-1]
+    expected = (*lead, G, K) if packed else (kv_shape[0], lead[1], G, K)
+    _shape("indices", indices, expected, f"{prefix}, G, K")
+    for name, tensor in {"q_positions": q_positions, "topk_length": topk_length}.items():
+        if tensor is not None and tensor.device != indices.device:
+            raise ArgumentValueError(name, f"must be on the device of indices, {indices.device}", tensor.device)
+    _bounds(causal, q_positions, topk_length, lead, prefix)
+    B, S = (1, lead[0]) if packed else lead
+    problem = Problem(
+        B, S, S_kv, G * heads, G, K, D, default_d_v(D) or D, torch.bfloat16, indices.dtype, causal,
+        has_topk_length=topk_length is not None, has_q_positions=q_positions is not None, packed=packed,
+    )  # fmt: skip
+    return ListsCall(problem, _batched(indices, packed), _batched(q_positions, packed), _batched(topk_length, packed))
 
 
 def backward(

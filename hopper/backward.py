@@ -1,11 +1,12 @@
-"""Backward of sparse MLA: one CTA per (token, group, tile of 64 heads).
+"""Backward of sparse MLA: one CTA per (token, group, tile of 64 heads), or per tile of several tokens with few heads.
 
     p_hat = exp(s - lse)   p = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
     dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and p dout on the first 512 columns
 
 `q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
-stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines.
+stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines. With several
+tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all of them.
 
 Pipeline of one block of 64 slots, time down (one KV buffer: it is free once dq has read it, and the next gather runs
 under the dkv chunks and their adds, the longest part):
@@ -34,8 +35,11 @@ from .plan import (
     BLOCK_K, CHUNK, D_V, HALF, MATRIX_REGISTERS,
     PRODUCER_REGISTERS, ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import ROW_ADD
-from .tile import PASSES, STEP, VECTOR, load_heads
+from .ptx import LEAVE, ROW_ADD
+from .tile import (
+    PASSES, STEP, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
+    selects, store_rows,
+)  # fmt: skip
 
 HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
 CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, the tail not counted
@@ -49,16 +53,20 @@ def build(plan: Plan) -> PrimFunc:
     """
     D = plan.D
     TAIL = D - D_V
+    TOKENS = plan.tokens
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
     STAGE_0 = D_V if TAIL else 0
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    # Tiles of this launch along the sequence, each with a gather list of up to K slots.
+    L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
     ob, os_, oh = (T.dynamic(n, i64) for n in ("do_b", "do_s", "do_h"))
     kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
-    tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+    mb, ms, mg, mk = (T.dynamic(n, i64) for n in ("m_b", "m_s", "m_g", "m_k"))
+    tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.macro
     def gather(KV, KV_s, rows, kv_base, r0, c0, first, last):
@@ -73,6 +81,12 @@ def build(plan: Plan) -> PrimFunc:
                 )
 
     @T.macro
+    def say_rows(slot_row, rows, lane, r0):
+        if lane % 8 == 0:
+            for r in T.unroll(PASSES):
+                slot_row[r * 16 + r0] = rows[r]
+
+    @T.macro
     def add(acc, stage, dKV, column, row_stride, my_rows):
         T.call_extern(
             "handle", "sparse_mla::add_rows", acc.data, T.access_ptr(stage[0, STAGE_0], "r", 1), dKV.data, column,
@@ -81,8 +95,8 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def matrix_warpgroup(
-        w, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage, dQ, dKV,
-        my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready,
+        w, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, slot_bits, stage,
+        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready,
         tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free,
     ):  # fmt: skip
         s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
@@ -109,7 +123,9 @@ def build(plan: Plan) -> PrimFunc:
             T.wait_wgmma(0)
             for k, h in T.Parallel(BLOCK_K, HEADS_WG):
                 s[k, h] = T.if_then_else(
-                    slot_row[k] >= 0, T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]), T.float32(0)
+                    slot_row[k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], H0 + h, TOKENS),
+                    T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]),
+                    T.float32(0),
                 )
             for k, h in T.Parallel(BLOCK_K, HEADS_WG):
                 dp[k, h] = s[k, h] * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
@@ -149,17 +165,17 @@ def build(plan: Plan) -> PrimFunc:
         for h, d in T.Parallel(ROWS, HALF):
             dq[h, d] *= sm_scale
         T.copy(dq, KV_s[:, C0:C1])
-        for h, d in T.Parallel(ROWS, HALF):
-            if h < heads:
-                dQ[b, t, head_0 + h, C0 + d] = KV_s[h, C0 + d]
+        store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, tx - w * WARPGROUP, C0, C1)
 
     @T.prim_func
     def sparse_mla_bwd(
         Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
         KV: T.StridedTensor((B, S_kv, G, D), (kb, ks, kg, 1), dtype),
         dO: T.StridedTensor((B, S, H, D_V), (ob, os_, oh, 1), dtype),
-        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
-        TopkLength: T.StridedTensor((B, S), (tb, ts), "int32"),
+        Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
+        Bits: T.StridedTensor((B, L, G, K), (mb, ms, mg, mk), "int32"),
+        Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
+        Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Stats: T.Tensor((4, B, S, H), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
@@ -168,12 +184,14 @@ def build(plan: Plan) -> PrimFunc:
         sm_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
+        wanted: T.int32,
+        tile_0: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
     ):
-        with T.Kernel(T.cast(B * S * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(ROW_ADD)
+        with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+            T.import_source(LEAVE + ROW_ADD)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             dO_s = T.alloc_shared([ROWS, D_V], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
@@ -181,6 +199,8 @@ def build(plan: Plan) -> PrimFunc:
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([BLOCK_K], "int32", scope="shared")
+            # Who selected a slot, bit t for token t.
+            slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
             if TAIL:  # noqa: SIM108
                 # The tail columns of the KV block are dead once scores and dq have read them.
                 stage = KV_s
@@ -198,25 +218,30 @@ def build(plan: Plan) -> PrimFunc:
             ds_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             ds_free = T.alloc_barrier(arrive_count=THREADS)
 
+            leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32")
             g = T.alloc_var(i64)
+            ti = T.alloc_var(i64)
             t = T.alloc_var(i64)
             b = T.alloc_var(i64)
             head_0 = T.alloc_var(i64)
             heads = T.alloc_var("int32")
             tile = T.truncmod(bx, tiles_per_group)
-            t = T.cast(T.truncdiv(bx, tiles_per_group), i64)
-            g = T.truncmod(t, G)
-            t = T.truncdiv(t, G)
-            b = T.truncdiv(t, S)
-            t = T.truncmod(t, S)
+            ti = T.cast(T.truncdiv(bx, tiles_per_group), i64)
+            g = T.truncmod(ti, G)
+            ti = T.truncdiv(ti, G)
+            b = T.truncdiv(ti, L)
+            ti = T.truncmod(ti, L)
+            t = (tile_0 + ti) * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
+            left = T.alloc_var("int32")
+            left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), "int32")
             length = T.alloc_var("int32")
             length = T.cast(K, "int32")
             if has_length != 0:
-                length = T.max(0, T.min(TopkLength[b, t], T.cast(K, "int32")))
+                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
@@ -237,17 +262,18 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
-                load_heads(dO, dO_s, b, t, head_0, heads, r0, c0, D_V)
+                load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
                 T.ptx_commit_group()
                 T.ptx_wait_group(0)
                 T.fence_proxy_async()
                 T.barrier_arrive(q_ready)
                 if lane < ROWS:
+                    token, head = if_exists(lane, TOKENS, heads, left)
                     for v in T.unroll(3):
                         stats[v, lane] = T.if_then_else(
-                            lane < heads,
-                            Stats[v, b, t, head_0 + T.if_then_else(lane < heads, lane, 0)],
+                            exists(lane, TOKENS, heads, left),
+                            Stats[v, b, t + token, head_0 + head],
                             T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
                         )
                 T.barrier_arrive(stats_ready)
@@ -257,7 +283,7 @@ def build(plan: Plan) -> PrimFunc:
                 for r in T.unroll(4):
                     idx[r] = -1
                     if r * 16 + r0 < length:
-                        idx[r] = Indices[b, t, g, r * 16 + r0]
+                        idx[r] = Indices[b, ti, g, r * 16 + r0]
                 if TAIL:
                     T.fill(dq_t, 0)
 
@@ -278,14 +304,17 @@ def build(plan: Plan) -> PrimFunc:
                             )
                             idx[r] = -1
                             if (i + 1) * BLOCK_K + r * 16 + r0 < length:
-                                idx[r] = Indices[b, t, g, (i + 1) * BLOCK_K + r * 16 + r0]
+                                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
                         T.barrier_wait(kv_free, (i & 1) ^ 1)
+                        if TOKENS > 1:
+                            say_rows(slot_row, rows, lane, r0)
+                            load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
+                            T.cp_async_barrier_noinc(rows_ready)
                         gather(KV, KV_s, rows, kv_base, r0, c0, 0, D_V)
                         T.cp_async_barrier_noinc(kv_ready)
-                        if lane % 8 == 0:
-                            for r in T.unroll(4):
-                                slot_row[r * 16 + r0] = rows[r]
-                        T.barrier_arrive(rows_ready)
+                        if TOKENS == 1:
+                            say_rows(slot_row, rows, lane, r0)
+                            T.barrier_arrive(rows_ready)
                         if TAIL:
                             T.barrier_wait(stage_done, (i & 1) ^ 1)
                             gather(KV, KV_s, rows, kv_base, r0, c0, D_V, D)
@@ -297,9 +326,7 @@ def build(plan: Plan) -> PrimFunc:
                     for h, d in T.Parallel(ROWS, TAIL):
                         dq_t[h, d] *= sm_scale
                     T.copy(dq_t, KV_s[:, D_V:D])
-                    for h, d in T.Parallel(ROWS, TAIL):
-                        if h < heads:
-                            dQ[b, t, head_0 + h, D_V + d] = KV_s[h, D_V + d]
+                    store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, D_V, D)
 
             else:
                 T.set_max_nreg(MATRIX_REGISTERS, 1)
@@ -312,16 +339,16 @@ def build(plan: Plan) -> PrimFunc:
                 dkv_base = (b * S_kv * G + g) * D
                 if tx < WARPGROUP:
                     matrix_warpgroup(
-                        0, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage,
-                        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
-                        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
+                        0, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
+                        slot_bits, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale,
+                        q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
                         ds_ready, ds_free,
                     )  # fmt: skip
                 else:
                     matrix_warpgroup(
-                        1, tx, blocks, b, t, head_0, heads, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, stage,
-                        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
-                        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
+                        1, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
+                        slot_bits, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale,
+                        q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
                         ds_ready, ds_free,
                     )  # fmt: skip
 

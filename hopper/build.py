@@ -8,8 +8,8 @@ from typing import Any
 
 import tilelang
 
-from . import backward, forward, postprocess, preprocess
-from .plan import Plan
+from . import backward, forward, postprocess, preprocess, unions
+from .plan import Plan, UnionPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {
@@ -17,6 +17,8 @@ BUILDERS = {
     "preprocess": preprocess.build,
     "backward": backward.build,
     "postprocess": postprocess.build,
+    "unions": unions.build,
+    "union_samples": unions.build_samples,
 }
 _KEY = tilelang.PassConfigKey
 PASS_CONFIGS = {
@@ -29,6 +31,6 @@ PASS_CONFIGS = {
 
 
 @functools.cache
-def kernel(kind: str, plan: Plan) -> Callable[..., Any]:
-    """The compiled kernel of this kind ("forward", "preprocess", "backward", "postprocess")."""
+def kernel(kind: str, plan: Plan | UnionPlan) -> Callable[..., Any]:
+    """The compiled kernel of this kind (a name of `BUILDERS`)."""
     return tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)

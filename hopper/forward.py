@@ -1,18 +1,20 @@
-"""Forward of sparse MLA: one CTA per (token, group, tile of 64 heads).
+"""Forward of sparse MLA: one CTA per (token, group, tile of 64 heads), or per tile of several tokens with few heads.
 
     s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
 
 `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` -> `out [B, S, H, 512]`, `lse [B, S, H]`. Online softmax
 over pairs of 64-slot blocks (Milakov and Gimelshein 2018); two warpgroups own half of the output columns each, as in
 FlashMLA's prefill. Any head count up to 64 fills the tile with zero rows: the gather is the same, and it sets the time.
+So few heads leave room for several tokens: the rows of a tile are then `Plan.tokens` tokens times their padded heads,
+`indices` the union lists of `unions.py [B, L, G, C]`, and `bits` beside them says which tokens selected a slot.
 
 Pipeline of one pair of blocks, time down (L, R: columns 0..255 and 256..D of a KV buffer; the P of a block is handed
 over in the tail columns of its own buffer, where there is a tail):
 
     copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
     gather L of block 0       wait L, R of block 0
-    gather R of block 1       S0 = Q K0^T                       wait R, L of block 1
-    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T under way
+    gather R of block 0       S0 = Q K0^T                       wait R, L of block 1
+    gather R of block 1       row max m0            -- m0 -->   S1 = Q K1^T under way
     gather L of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
     wait left_free[0]         O_L += P0 V0_L                    O_R += P0 V0_R
       (next pair) ...         frees left_free[0]                m1 = max(m0, row max S1)
@@ -22,7 +24,8 @@ over in the tail columns of its own buffer, where there is a tail):
                               frees left_free[1]                frees right_free[1]
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
-invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0.
+invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0; with several
+tokens, so do the rows of S whose token did not select the slot.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -32,7 +35,11 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .tile import PASSES, STEP, VECTOR, load_heads
+from .ptx import LEAVE, ROW_SCALE
+from .tile import (
+    PASSES, STEP, VECTOR, exists, head_of, if_exists, leave_unless_chosen, load_bits,
+    load_rows, selects, store_rows, token_of,
+)  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
@@ -45,14 +52,18 @@ def build(plan: Plan) -> PrimFunc:
     """
     D = plan.D
     TAIL = D - D_V
+    TOKENS = plan.tokens
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    # Tiles along the sequence, each with a gather list of up to K slots.
+    L = S if TOKENS == 1 else T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, "int64") for n in ("q_b", "q_s", "q_h"))
     kb, ks, kg = (T.dynamic(n, "int64") for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, "int64") for n in ("i_b", "i_s", "i_g", "i_k"))
-    tb, ts, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "p_b", "p_s", "sink_h"))
+    mb, ms, mg, mk = (T.dynamic(n, "int64") for n in ("m_b", "m_s", "m_g", "m_k"))
+    tb, ts, tg, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
 
     @T.macro
     def gather(KV, KV_s, stage, rows, ok, kv_base, r0, c0, first, last):
@@ -66,12 +77,39 @@ def build(plan: Plan) -> PrimFunc:
                     predicate=ok[PASSES * stage + r],
                 )
 
+    @T.macro
+    def say_start(slots, ready, stage, ok, lane, r0):
+        if lane % 8 == 0:
+            for r in T.unroll(PASSES):
+                slots[stage, r * 16 + r0] = T.if_then_else(ok[PASSES * stage + r], T.float32(0), -T.infinity(fp32))
+        T.barrier_arrive(ready[stage])
+
+    @T.macro
+    def start(s, slots, stage):
+        # Scores start from 0, or from -inf where the row's token did not select the slot.
+        for h, k in T.Parallel(ROWS, BLOCK_K):
+            if TOKENS == 1:
+                s[h, k] = slots[stage, k]
+            else:
+                s[h, k] = T.if_then_else(selects(slots[stage, k], h, TOKENS), T.float32(0), -T.infinity(fp32))
+
+    @T.macro
+    def add_sums(p, sums, scale):
+        # sums = scale sums + the row sums of p, each lane over the columns it holds.
+        T.call_extern("handle", "sparse_mla::add_sums", p.data, sums.data, scale.data)
+
+    @T.macro
+    def rescale(o, scale):
+        T.call_extern("handle", "sparse_mla::rescale", o.data, scale.data)
+
     @T.prim_func
     def sparse_mla_fwd(
         Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
         KV: T.StridedTensor((B, S_kv, G, D), (kb, ks, kg, 1), dtype),
-        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
-        TopkLength: T.StridedTensor((B, S), (tb, ts), "int32"),
+        Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
+        Bits: T.StridedTensor((B, L, G, K), (mb, ms, mg, mk), "int32"),
+        Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
+        Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), "int64"),
         Sink: T.StridedTensor((H,), (sh,), fp32),
         Out: T.Tensor((B, S, H, D_V), dtype),
@@ -79,14 +117,17 @@ def build(plan: Plan) -> PrimFunc:
         scale_log2: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
+        wanted: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
     ):
-        with T.Kernel(T.cast(B * S * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+        with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+            T.import_source(LEAVE + ROW_SCALE)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
-            bias = T.alloc_shared([2, BLOCK_K], fp32, scope="shared")
+            # Of each slot: the scores' start, 0 or -inf, or who selected it, bit t for token t.
+            slots = T.alloc_shared([2, BLOCK_K], fp32 if TOKENS == 1 else "int32", scope="shared")
             max_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
@@ -100,7 +141,7 @@ def build(plan: Plan) -> PrimFunc:
             q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
-            bias_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            slots_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             left_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             max_0_ready = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -109,30 +150,35 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
+            leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
             tile = T.alloc_var("int32")
             g = T.alloc_var("int64")
+            ti = T.alloc_var("int64")
             t = T.alloc_var("int64")
             b = T.alloc_var("int64")
             head_0 = T.alloc_var("int64")
             heads = T.alloc_var("int32")
             tile = T.truncmod(bx, tiles_per_group)
-            t = T.cast(T.truncdiv(bx, tiles_per_group), i64)
-            g = T.truncmod(t, G)
-            t = T.truncdiv(t, G)
-            b = T.truncdiv(t, S)
-            t = T.truncmod(t, S)
+            ti = T.cast(T.truncdiv(bx, tiles_per_group), i64)
+            g = T.truncmod(ti, G)
+            ti = T.truncdiv(ti, G)
+            b = T.truncdiv(ti, L)
+            ti = T.truncmod(ti, L)
+            t = ti * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
+            left = T.alloc_var("int32")
+            left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), "int32")
 
             length = T.alloc_var("int32")
             length = T.cast(K, "int32")
             if has_length != 0:
-                length = T.max(0, T.min(TopkLength[b, t], T.cast(K, "int32")))
+                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
             pairs = T.alloc_var("int32")
             pairs = T.ceildiv(length, 2 * BLOCK_K)
 
-            # Does: loads q, gathers KV. Produces: left_ready, right_ready, bias_ready. Consumes: left_free, right_free.
+            # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
@@ -148,7 +194,7 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_heads(Q, Q_s, b, t, head_0, heads, r0, c0, D)
+                load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
                 T.cp_async_barrier_noinc(q_ready)
 
                 idx = T.alloc_local([8], idx_t)
@@ -158,7 +204,7 @@ def build(plan: Plan) -> PrimFunc:
                     slot = j // 4 * BLOCK_K + j % 4 * 16 + r0
                     idx[j] = -1
                     if slot < length:
-                        idx[j] = Indices[b, t, g, slot]
+                        idx[j] = Indices[b, ti, g, slot]
 
                 for i in T.serial(pairs):
                     for j in T.unroll(8):
@@ -167,27 +213,29 @@ def build(plan: Plan) -> PrimFunc:
                         slot = (i + 1) * 2 * BLOCK_K + j // 4 * BLOCK_K + j % 4 * 16 + r0
                         idx[j] = -1
                         if slot < length:
-                            idx[j] = Indices[b, t, g, slot]
+                            idx[j] = Indices[b, ti, g, slot]
 
                     T.barrier_wait(left_free[0], (i & 1) ^ 1)
+                    if TOKENS > 1:
+                        load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
+                        T.cp_async_barrier_noinc(slots_ready[0])
                     gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, 0, HALF)
                     T.cp_async_barrier_noinc(left_ready[0])
-                    if lane % 8 == 0:
-                        for r in T.unroll(4):
-                            bias[0, r * 16 + r0] = T.if_then_else(ok[r], T.float32(0), -T.infinity(fp32))
-                    T.barrier_arrive(bias_ready[0])
-
-                    T.barrier_wait(right_free[1], (i & 1) ^ 1)
-                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
-                    T.cp_async_barrier_noinc(right_ready[1])
-                    if lane % 8 == 0:
-                        for r in T.unroll(4):
-                            bias[1, r * 16 + r0] = T.if_then_else(ok[4 + r], T.float32(0), -T.infinity(fp32))
-                    T.barrier_arrive(bias_ready[1])
+                    if TOKENS == 1:
+                        say_start(slots, slots_ready, 0, ok, lane, r0)
 
                     T.barrier_wait(right_free[0], (i & 1) ^ 1)
                     gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
                     T.cp_async_barrier_noinc(right_ready[0])
+
+                    T.barrier_wait(right_free[1], (i & 1) ^ 1)
+                    if TOKENS > 1:
+                        load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
+                        T.cp_async_barrier_noinc(slots_ready[1])
+                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
+                    T.cp_async_barrier_noinc(right_ready[1])
+                    if TOKENS == 1:
+                        say_start(slots, slots_ready, 1, ok, lane, r0)
 
                     T.barrier_wait(left_free[1], (i & 1) ^ 1)
                     gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, 0, HALF)
@@ -212,9 +260,8 @@ def build(plan: Plan) -> PrimFunc:
                 T.barrier_wait(q_ready, 0)
 
                 for i in T.serial(pairs):
-                    T.barrier_wait(bias_ready[0], i & 1)
-                    for h, k in T.Parallel(ROWS, BLOCK_K):
-                        s_0[h, k] = bias[0, k]
+                    T.barrier_wait(slots_ready[0], i & 1)
+                    start(s_0, slots, 0)
                     T.barrier_wait(left_ready[0], i & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True)
@@ -237,12 +284,9 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(p_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
                     T.fence_proxy_async()
                     T.barrier_arrive(p_0_ready)
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_l[h, d] *= scale_0[h]
+                    add_sums(s_0, l_0, scale_0)
+                    rescale(o_l, scale_0)
                     T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
-                    T.reduce_sum(s_0, l_i_0, dim=1)
-                    for h in T.Parallel(ROWS):
-                        l_0[h] = l_0[h] * scale_0[h] + l_i_0[h]
                     T.barrier_wait(max_1_ready, i & 1)
                     T.copy(max_1, m_both_0)
                     for h in T.Parallel(ROWS):
@@ -251,13 +295,13 @@ def build(plan: Plan) -> PrimFunc:
                         l_0[h] = l_0[h] * scale_0[h]
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[0])
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_l[h, d] *= scale_0[h]
+                    rescale(o_l, scale_0)
                     T.barrier_wait(p_1_ready, i & 1)
                     T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[1])
 
+                T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
                 T.copy(l_0, sum_0)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
@@ -269,20 +313,18 @@ def build(plan: Plan) -> PrimFunc:
                         l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * LN_2, -T.infinity(fp32)
                     )
                 for h in T.Parallel(ROWS):
-                    if h < heads:
-                        Lse[b, t, head_0 + h] = m_0[h]
+                    if exists(h, TOKENS, heads, left):
+                        Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
                 for h in T.Parallel(ROWS):
                     l_0[h] = T.if_then_else(
                         l_0[h] > 0,
-                        1.0 / (l_0[h] * (1.0 + T.exp(Sink[head_0 + T.if_then_else(h < heads, h, 0)] - m_0[h]))),
+                        1.0 / (l_0[h] * (1.0 + T.exp(Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]] - m_0[h]))),
                         0.0,
                     )
                 for h, d in T.Parallel(ROWS, HALF):
                     o_l[h, d] *= l_0[h]
                 T.copy(o_l, Q_s[:, :HALF])
-                for h, d in T.Parallel(ROWS, HALF):
-                    if h < heads:
-                        Out[b, t, head_0 + h, d] = Q_s[h, d]
+                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF)
 
             # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
             else:
@@ -302,9 +344,8 @@ def build(plan: Plan) -> PrimFunc:
                 T.barrier_wait(q_ready, 0)
 
                 for i in T.serial(pairs):
-                    T.barrier_wait(bias_ready[1], i & 1)
-                    for h, k in T.Parallel(ROWS, BLOCK_K):
-                        s_1[h, k] = bias[1, k]
+                    T.barrier_wait(slots_ready[1], i & 1)
+                    start(s_1, slots, 1)
                     T.barrier_wait(right_ready[1], i & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True)
@@ -319,8 +360,7 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(max_0, m_both_1)
                     for h in T.Parallel(ROWS):
                         scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_r[h, d] *= scale_1[h]
+                    rescale(o_r, scale_1)
                     for h in T.Parallel(ROWS):
                         l_1[h] *= scale_1[h]
                     T.barrier_wait(p_0_ready, i & 1)
@@ -341,17 +381,15 @@ def build(plan: Plan) -> PrimFunc:
                     T.copy(p_1, P_s[1, :, P_LO : P_LO + BLOCK_K])
                     T.fence_proxy_async()
                     T.barrier_arrive(p_1_ready)
+                    add_sums(s_1, l_1, scale_1)
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[0])
-                    for h, d in T.Parallel(ROWS, HALF):
-                        o_r[h, d] *= scale_1[h]
+                    rescale(o_r, scale_1)
                     T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
-                    T.reduce_sum(s_1, l_i_1, dim=1)
-                    for h in T.Parallel(ROWS):
-                        l_1[h] = l_1[h] * scale_1[h] + l_i_1[h]
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[1])
 
+                T.call_extern("handle", "sparse_mla::quad_sums", l_1.data)
                 T.copy(l_1, sum_1)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
@@ -363,14 +401,12 @@ def build(plan: Plan) -> PrimFunc:
                 for h in T.Parallel(ROWS):
                     l_1[h] = T.if_then_else(
                         l_1[h] > 0,
-                        1.0 / (l_1[h] * (1.0 + T.exp(Sink[head_0 + T.if_then_else(h < heads, h, 0)] - m_1[h]))),
+                        1.0 / (l_1[h] * (1.0 + T.exp(Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]] - m_1[h]))),
                         0.0,
                     )
                 for h, d in T.Parallel(ROWS, HALF):
                     o_r[h, d] *= l_1[h]
                 T.copy(o_r, Q_s[:, HALF:D_V])
-                for h, d in T.Parallel(ROWS, HALF):
-                    if h < heads:
-                        Out[b, t, head_0 + h, HALF + d] = Q_s[h, HALF + d]
+                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V)
 
     return sparse_mla_fwd

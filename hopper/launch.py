@@ -6,7 +6,8 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,21 @@ from .. import env
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from .plan import BLOCK_K, CHUNK, HALF, LOG2_E, ROWS, SMEM_LIMIT, THREADS, Plan
+from .plan import (
+    BLOCK_K,
+    CHUNK,
+    HALF,
+    L2_BYTES,
+    LOG2_E,
+    ROWS,
+    SMEM_LIMIT,
+    THREADS,
+    TOKENS_PER_TILE,
+    UNION_SIZES,
+    UNION_WIDTH,
+    Plan,
+    UnionPlan,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,6 +39,16 @@ if TYPE_CHECKING:
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
+# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl). A sample is 32
+# tiles and 2**-2 of the rows of kv. What a slot of a tile of several tokens costs beside one of a single token, by rows
+# of kv: masks cost, rising rows save as kv leaves the L2.
+SAMPLES, SAMPLE_STEP = 32, 2
+GROUPED_SLOT_COST = {16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}
+# Share of an ungrouped forward: lists of 8 tokens a tile, those per row of kv, and the kernel that leaves at once.
+LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
+# Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
+FORWARD_MAY_LOSE = 1.05
+SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -33,13 +58,42 @@ BUILT_FOR = {
     "bwd_stages": 1,
     "bwd_block_k": BLOCK_K,
     "bwd_split_store": HALF // CHUNK,
-    "tokens_per_tile": 1,
 }
 
 
-def plan_of(problem: Problem) -> Plan:
-    """The compile-time part of a problem."""
-    return Plan(problem.D, str(problem.dtype).split(".")[1], str(problem.index_dtype).split(".")[1])
+def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
+    """The compile-time part of a problem whose kernel reads the indices or, with `lists`, int32 lists of them."""
+    index_dtype = torch.int32 if lists else problem.index_dtype
+    return Plan(problem.D, _name(problem.dtype), _name(index_dtype), tokens)
+
+
+def sorts_rows(problem: Problem) -> bool:
+    """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
+    return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
+
+
+def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
+    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
+    name, least = _name(index_dtype), min(UNION_SIZES)
+    return [
+        UnionPlan(tokens, name, least, UNION_WIDTH),
+        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
+    ]
+
+
+def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The one for a problem."""
+    plans = union_plans(tokens, problem.index_dtype)
+    return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
+
+
+def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The same for the kernel that looks at a sample."""
+    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
 
 
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
@@ -57,6 +111,15 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
             raise UnsupportedError(
                 f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}"
             )
+    tokens, heads = config.tokens_per_tile or 1, problem.heads_per_group
+    if tokens not in TOKENS_PER_TILE:
+        raise UnsupportedError(f"the sm90 kernels take tokens_per_tile in {TOKENS_PER_TILE}, not {tokens}")
+    if tokens > 1 and tokens * heads > ROWS:
+        most = next(t for t in reversed(TOKENS_PER_TILE) if t == 1 or t * heads <= ROWS)
+        raise UnsupportedError(
+            f"tokens_per_tile = {tokens} with {heads} heads per group needs more than the {ROWS} rows of a tile; "
+            f"{most} fits"
+        )
 
 
 def _why(name: str, wished: int, problem: Problem) -> str:
@@ -87,9 +150,19 @@ def _build() -> ModuleType:
 
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
-    plan, build = plan_of(problem), _build()
-    for kind in ("forward", *(("preprocess", "backward", "postprocess") if backward else ())):
-        build.kernel(kind, plan)
+    build, wished = _build(), config.tokens_per_tile
+    for tokens in {wished} if wished else {1, group_size(problem)}:
+        build.kernel("forward", plan_of(problem, tokens, tokens > 1))
+        if backward:
+            # Single tokens: from the indices, and from lists where dkv is large.
+            for lists in (False, True) if tokens == 1 else (True,):
+                build.kernel("backward", plan_of(problem, tokens, lists))
+        for plan in union_plans(tokens, problem.index_dtype) if tokens > 1 or backward else ():
+            build.kernel("unions", plan)
+        if tokens > 1 and wished is None:
+            build.kernel("union_samples", sample_plan_of(problem, tokens))
+    for kind in ("preprocess", "postprocess") if backward else ():
+        build.kernel(kind, plan_of(problem))
 
 
 @functools.cache
@@ -118,20 +191,144 @@ def _tiles(problem: Problem) -> int:
     return -(-problem.heads_per_group // ROWS)
 
 
+def group_size(problem: Problem) -> int:
+    """Most tokens whose heads fill a tile: what is tried where the config does not say."""
+    return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= ROWS), default=1)
+
+
+def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
+    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays: lists, waves and masks."""
+    units = env.multiprocessors(device)
+    single = problem.B * problem.S * problem.G
+    waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
+    # Few tokens a tile make more lists: twice the cost at 2 tokens.
+    lists = (LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + EXIT_COST
+    slot = next(cost for rows, cost in GROUPED_SLOT_COST.items() if problem.S_kv <= rows)
+    gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
+    return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
+
+
+def make_lists(
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    decide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
+
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    """
+    B, S, G, _ = indices.shape
+    L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
+    samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
+    if decide:
+        small = sample_plan_of(problem, tokens)
+        step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
+        lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+        _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
+    return _lists(
+        problem, plan, range(L), indices, topk_length, q_positions, samples=samples,
+        sampled=len(samples) if decide else 0,
+    )  # fmt: skip
+
+
+def _lists(
+    problem: Problem, plan: UnionPlan, tiles: range, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, gate: Tensor | None = None, wanted: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The lists of some tiles, if `gate` is `wanted`."""
+    B, _, G, K = indices.shape
+    device, tokens = indices.device, plan.tokens
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
+    # Lists of single tokens have no bits.
+    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
+    counts = torch.empty((B, len(tiles), G), dtype=torch.int32, device=device)
+    chosen = torch.empty(1, dtype=torch.int32, device=device)
+    _build().kernel("unions", plan)(
+        indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
+        tiles.start, sampled, _per_mille(problem, tokens, device) if sampled else 0, problem.S_kv, *flags,
+    )  # fmt: skip
+    return rows, bits, counts, chosen
+
+
+class Gather(NamedTuple):
+    """What a kernel gathers for the tiles from `tile_0`, and when it runs.
+
+    `slots`, `bits [B, L, G, C]`: rows of kv, and for tiles of several tokens who selected them; `lengths [B, L, G]`;
+    the kernel runs if `chosen [1]` is `wanted`, or `wanted` negative; `flags`: causal, has_length, has_positions.
+    """
+
+    tokens: int
+    slots: Tensor
+    bits: Tensor
+    lengths: Tensor
+    positions: Tensor
+    chosen: Tensor
+    wanted: int
+    flags: tuple[int, int, int]
+    tile_0: int = 0
+
+    def plan(self, problem: Problem) -> Plan:
+        """The compile-time part of its kernel."""
+        return Plan(problem.D, _name(problem.dtype), _name(self.slots.dtype), self.tokens)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels' arguments."""
+        return self.slots, self.bits, self.lengths, self.chosen, self.positions
+
+
+def _gathers(
+    problem: Problem, config: SparseAttentionConfig, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None, in_order: bool = False,
+) -> Iterator[Gather]:  # fmt: skip
+    """What runs: one kernel, or two of which the device chooses. A plan's lists are taken, others made.
+
+    `in_order` wants lists for single tokens too, which are made for as many tokens at a time as `SORT_BYTES` hold.
+    """
+    device, bounds = indices.device, (topk_length, q_positions)
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    tokens = config.tokens_per_tile or group_size(problem)
+    decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
+    chosen, wanted = _scalar(device, 1, torch.int32), -1
+    if tokens > 1:
+        made = lists or make_lists(problem, tokens, indices, *bounds, decide)
+        chosen, wanted = (made[3], 1) if decide else (chosen, -1)
+        yield Gather(tokens, *made[:3], positions, chosen, wanted, (0, 1, 0))
+        if not decide:
+            return
+        wanted = 0
+    if not in_order:
+        nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
+        lengths = lengths[:, :, None].expand(indices.shape[:3])
+        yield Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)
+        return
+    B, S, G, K = indices.shape
+    step = max(1, SORT_BYTES // (4 * B * G * K))
+    nothing = torch.empty((1, 2), dtype=torch.int32, device=device)
+    for first in range(0, S, step):
+        tiles = range(first, min(first + step, S))
+        made = _lists(
+            problem, union_plan_of(problem, 1), tiles, indices, *bounds, samples=nothing, gate=chosen, wanted=wanted
+        )
+        yield Gather(1, *made[:3], positions, chosen, wanted, (0, 1, 0), first)
+        del made
+
+
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out [B, S, H, 512], lse [B, S, H])`, one launch."""
+    """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after that of the union lists where no plan has them."""
     B, S, H = problem.B, problem.S, problem.H
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, q.device)
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    _build().kernel("forward", plan_of(problem))(
-        q, kv, indices, lengths, positions, _sink(problem, attn_sink, q.device), out, lse,
-        scale_log2, problem.heads_per_group, _tiles(problem), *flags,
-    )  # fmt: skip
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
+        _build().kernel("forward", gather.plan(problem))(
+            q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
+            scale_log2, problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
+        )  # fmt: skip
     return out, lse
 
 
@@ -139,10 +336,12 @@ def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
     attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`(dq, dkv, d_sink)`: per-row values, the main kernel, and the rounding of dkv unless fp32 is wanted.
 
-    Workspace: fp32 dkv (4 bytes per element of kv) and 16 bytes per (token, head).
+    Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
+    and for token groups without a plan 8 bytes per slot of `indices`.
     """
     if deterministic:
         raise UnsupportedError(
@@ -150,22 +349,23 @@ def bwd(
             "backend='reference' is deterministic"
         )
     B, S, H = problem.B, problem.S, problem.H
-    plan, build, device = plan_of(problem), _build(), q.device
-    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
-    build.kernel("preprocess", plan)(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
+    build.kernel("preprocess", plan_of(problem))(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    build.kernel("backward", plan)(
-        q, kv, dout, indices, lengths, positions, stats, dq, acc,
-        scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), *flags,
-    )  # fmt: skip
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
+        build.kernel("backward", gather.plan(problem))(
+            q, kv, dout, *gather.tensors, stats, dq, acc,
+            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0,
+            *gather.flags,
+        )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
-        build.kernel("postprocess", plan)(acc.view(-1), rounded.view(-1))
+        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1))
         return dq, rounded, d_sink
     return dq, acc, d_sink

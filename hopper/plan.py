@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
-ROWS = 64  # heads of a tile: one wgmma M
+ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
+TOKENS_PER_TILE = (1, 2, 4, 8, 16)
+# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
+UNION_SIZES = {32_768: 512, 196_608: 1024}
+UNION_WIDTH = 16  # bits of a row where all rows of kv fit the smallest; else one for each token
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
@@ -23,15 +27,21 @@ LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256
+L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values."""
+    """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values.
+
+    With `tokens` above 1 a tile's rows are that many neighbouring tokens, each with its heads padded to
+    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32.
+    """
 
     D: int
     dtype: str
     index_dtype: str
+    tokens: int = 1
 
     @property
     def forward_smem(self) -> dict[str, int]:
@@ -39,7 +49,7 @@ class Plan:
         parts = {
             f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
             f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,
-            "slot bias, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
+            "slot bias or bits, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
         if self.D == D_V:
@@ -57,3 +67,29 @@ class Plan:
             "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
+
+
+@dataclass(frozen=True)
+class UnionPlan:
+    """What the kernel of the union lists is compiled for: as many rows of kv at a time as have their bits in `size`.
+
+    A row has `width` bits, at least one for every token of a tile.
+    """
+
+    tokens: int
+    index_dtype: str
+    size: int
+    width: int
+
+    @property
+    def words(self) -> int:
+        return self.size // 4
+
+    @property
+    def span(self) -> int:
+        """Rows of kv at a time."""
+        return self.size * 8 // self.width
+
+    @property
+    def threads(self) -> int:
+        return UNION_SIZES[self.size]

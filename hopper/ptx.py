@@ -56,6 +56,51 @@ __device__ __forceinline__ void add_rows(const void *accumulator, const void *st
 }  // namespace sparse_mla
 """
 
+LEAVE = r"""
+namespace sparse_mla {
+// End the whole CTA unless `stay`, which must be the same for all threads.
+__device__ __forceinline__ void leave_unless(bool stay) {
+  if (!stay) asm volatile("exit;");
+}
+}  // namespace sparse_mla
+"""
+
+ROW_SCALE = r"""
+namespace sparse_mla {
+// A warpgroup's accumulators in the m64 layout: a lane holds two rows, 8 apart, two columns of each at a time.
+// Multiply the rows of a [64 x 256] accumulator by a factor each, unless all rows of the warp have factor 1: once the
+// running maximum has settled, nothing is to be done.
+__device__ __forceinline__ void rescale(void *accumulator, const void *factors) {
+  float *o = static_cast<float *>(accumulator);
+  const float *s = static_cast<const float *>(factors);
+  if (__any_sync(0xffffffffu, s[0] != 1.f || s[1] != 1.f)) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
+  }
+}
+// sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
+__device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {
+  const float *p = static_cast<const float *>(accumulator);
+  const float *s = static_cast<const float *>(factors);
+  float *l = static_cast<float *>(sums);
+  float part[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) part[i % 4] += p[i];
+  l[0] = l[0] * s[0] + (part[0] + part[1]);
+  l[1] = l[1] * s[1] + (part[2] + part[3]);
+}
+// The sums of the four lanes that share a row.
+__device__ __forceinline__ void quad_sums(void *sums) {
+  float *l = static_cast<float *>(sums);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    l[i] += __shfl_xor_sync(0xffffffffu, l[i], 1);
+    l[i] += __shfl_xor_sync(0xffffffffu, l[i], 2);
+  }
+}
+}  // namespace sparse_mla
+"""
+
 VECTOR_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,22 +1,89 @@
-"""Copies that the forward's and the backward's copy warpgroup share. 8 threads a row, 16 bytes a thread and step."""
+"""What a row of a tile stands for, and the copies that the forward's and the backward's copy warpgroup share.
+
+Copies: 8 threads a row, 16 bytes a thread and step.
+"""
+
+from typing import Any
 
 import tilelang.language as T
+
+from .plan import BLOCK_K, ROWS, WARPGROUP
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
 PASSES = 4  # of 16 rows: 128 threads cover 64 rows
 
 
+def token_of(row: Any, tokens: int) -> Any:
+    """Token that a row of a tile of so many tokens belongs to, counted from the tile's first."""
+    return 0 if tokens == 1 else row // (ROWS // tokens)
+
+
+def head_of(row: Any, tokens: int) -> Any:
+    """Head of a row, counted from the tile's first."""
+    return row if tokens == 1 else row % (ROWS // tokens)
+
+
+def exists(row: Any, tokens: int, heads: Any, left: Any) -> Any:
+    """Whether a row stands for one of the tile's `heads` heads and one of the `left` tokens to the sequence's end."""
+    if tokens == 1:
+        return row < heads
+    return (head_of(row, tokens) < heads) & (token_of(row, tokens) < left)
+
+
+def if_exists(row: Any, tokens: int, heads: Any, left: Any) -> tuple[Any, Any]:
+    """Token and head of a row, those of row 0 where it does not exist: an address that may be formed."""
+    there = exists(row, tokens, heads, left)
+    token = 0 if tokens == 1 else T.if_then_else(there, token_of(row, tokens), 0)
+    return token, T.if_then_else(there, head_of(row, tokens), 0)
+
+
+def selects(bits: Any, row: Any, tokens: int) -> Any:
+    """Whether the token of a row selected the slot with these bits."""
+    return (bits >> token_of(row, tokens)) & 1 != 0
+
+
 @T.macro
-def load_heads(X, X_s, b, t, head_0, heads, r0, c0, columns):
-    """Rows `[head_0, head_0 + 64)` of token t into shared memory; rows from `heads` on become zero and are not read."""
+def leave_unless_chosen(Chosen, wanted):
+    """End the CTA where the decision on the device is another than `wanted`; a negative one is always met."""
+    if wanted >= 0:
+        T.call_extern("handle", "sparse_mla::leave_unless", Chosen[0] == wanted)
+
+
+@T.macro
+def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
+    """Bits of the 64 slots from `first` of a tile's list, by `cp.async`; 0 at `length` and beyond, unread."""
+    if lane < BLOCK_K:
+        slot = first + lane
+        T.ptx_cp_async(
+            T.access_ptr(slot_bits[stage, lane], "w", 1),
+            T.access_ptr(Bits[b, ti, g, T.if_then_else(slot < length, slot, 0)], "r", 1),
+            1,
+            predicate=slot < length,
+        )
+
+
+@T.macro
+def load_rows(X, X_s, b, t, head_0, heads, tokens, left, r0, c0, columns):
+    """The rows of a tile whose first token is t into shared memory; a row that does not exist becomes zero, unread."""
     for r in T.unroll(PASSES):
         for u in T.unroll(columns // STEP):
+            token, head = if_exists(r * 16 + r0, tokens, heads, left)
             T.ptx_cp_async(
                 T.access_ptr(X_s[r * 16 + r0, u * STEP + c0], "w", VECTOR),
-                T.access_ptr(
-                    X[b, t, head_0 + T.if_then_else(r * 16 + r0 < heads, r * 16 + r0, 0), u * STEP + c0], "r", VECTOR
-                ),
+                T.access_ptr(X[b, t + token, head_0 + head, u * STEP + c0], "r", VECTOR),
                 VECTOR,
-                predicate=r * 16 + r0 < heads,
+                predicate=exists(r * 16 + r0, tokens, heads, left),
             )
+
+
+@T.macro
+def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last):
+    """Columns `[first, last)` of the rows that exist, from shared memory, by a warpgroup in 16-byte steps."""
+    threads_a_row = (last - first) // VECTOR
+    for r in T.unroll(ROWS * threads_a_row // WARPGROUP):
+        row = r * (WARPGROUP // threads_a_row) + lane // threads_a_row
+        column = first + lane % threads_a_row * VECTOR
+        if exists(row, tokens, heads, left):
+            for v in T.vectorized(VECTOR):
+                X[b, t + token_of(row, tokens), head_0 + head_of(row, tokens), column + v] = X_s[row, column + v]

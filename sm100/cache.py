@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def load(name: str) -> Callable[..., Any] | None:
 
 
 def store(name: str, compiled: Any) -> None:
-    """Keep a compiled kernel; a folder that cannot be written keeps nothing."""
+    """Keep a compiled kernel; a folder that cannot be written keeps nothing, and is told of once."""
     place = folder()
     if place is None:
         return
@@ -72,5 +73,10 @@ def store(name: str, compiled: Any) -> None:
             file = Path(private) / f"{name}.o"
             compiled.export_to_c(str(file), FUNCTION)
             os.replace(file, place / file.name)
-    except OSError:
-        return
+    except OSError as error:
+        _warn(f"compiled kernels are not kept: {place} cannot be written ({error}); ${VARIABLE} names another folder")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)

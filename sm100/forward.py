@@ -146,9 +146,7 @@ class Forward:
                         barrier = ptx.shared(bar[b.name] + 8 * stage, Int64, 8)
                         cute.arch.mbarrier_init(barrier, b.arrivals(plan.ctas))
                 cute.arch.mbarrier_init_fence()
-        ptx.fence_before()
         self.sync_all()
-        ptx.fence_after()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder).toint()
 
         tiles = n["B"] * n["token_tiles"] * n["G"]
@@ -166,9 +164,7 @@ class Forward:
             self.gather(at, n, by, smem, bar, rank, warp, work, maps)
 
         # A pair's CTAs signal each other: neither may leave, or free tensor memory, before the other is done.
-        ptx.fence_before()
         self.sync_all()
-        ptx.fence_after()
         if warp == ROLE["mma"].first:
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
             cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS, is_two_cta=pair)
@@ -178,7 +174,8 @@ class Forward:
         if const_expr(self.plan.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-        cute.arch.sync_threads()
+        else:
+            cute.arch.sync_threads()
 
     # -- facts of a tile that every role works out for itself -----------------------------------------------------
 
@@ -280,11 +277,11 @@ class Forward:
                 numbers = smem["row_numbers"] + (stage * BLOCK_K + half * HALF_K) * 4
                 for part in cutlass.range_constexpr(plan.slots_per_block):
                     ptx.wait(bar["slot_free"] + 8 * slot, slot_phase)
-                    if const_expr(plan.tail and part == plan.slots_per_block - 1):
+                    if const_expr(plan.tails_wait and part == plan.slots_per_block - 1):
                         ptx.wait(bar["tail_free"] + 8 * tail, tail_phase)
                     self.gather_slot(smem, bar, rank, half, slot, tail, part, numbers, kv_map)
                     slot, slot_phase = _next(slot, slot_phase, SLOTS)
-                cute.arch.sync_warp()
+                # The same lane has read the numbers.
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
@@ -343,15 +340,12 @@ class Forward:
         slot, slot_phase, used = Int32(0), Int32(0), Int32(0)
         p, p_phase = Int32(0), Int32(0)
         tail = Int32(0)
-        s_phase, q_phase, o_phase = Int32(1), Int32(1), Int32(1)
+        s_phase, o_phase = Int32(1), Int32(1)
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
-            # The tile before still reads Q until its last scores are done.
-            ptx.wait(bar["q_done"], q_phase)
-            q_phase ^= 1
+            # P of the last block, which was waited for, says that no scores of the tile before still read Q.
             for part in cutlass.range_constexpr(plan.q_slots):
                 ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
-                ptx.fence_after()
                 self.copy_q(smem, bar, tmem, slot, part)
                 slot, slot_phase = _next(slot, slot_phase, SLOTS)
             used = slot
@@ -360,10 +354,10 @@ class Forward:
                 if i < blocks:
                     ptx.wait(bar["s_free"], s_phase)
                     s_phase ^= 1
+                    ptx.fence_after()
                 for part in cutlass.range_constexpr(plan.slots_per_block):
                     if i < blocks:
-                        last = i == blocks - 1
-                        slot, slot_phase = self.issue_scores(smem, bar, tmem, slot, slot_phase, tail, part, last)
+                        slot, slot_phase = self.issue_scores(smem, bar, tmem, slot, slot_phase, tail, part)
                     if i > 0:
                         if const_expr(part == 0):
                             ptx.wait(bar["p_ready"] + 8 * p, p_phase)
@@ -384,19 +378,15 @@ class Forward:
                     p, p_phase = _next(p, p_phase, plan.p_buffers)
 
     @cute.jit
-    def issue_scores(self, smem, bar, tmem, slot, slot_phase, tail, part, last_block):
+    def issue_scores(self, smem, bar, tmem, slot, slot_phase, tail, part):
         """S (+)= Q K^T over the next slot, once it is full; a block's last announces S. Returns the slot after it."""
         ptx.wait(bar["slot_full"] + 8 * slot, slot_phase)
-        ptx.fence_after()
         self.scores(smem, tmem, slot, tail, part)
         if const_expr(part == self.plan.slots_per_block - 1):
             with cute.arch.elect_one():
                 ptx.commit(bar["s_ready"], self.plan.pair)
-                if const_expr(self.plan.tail):
+                if const_expr(self.plan.tails_wait):
                     ptx.commit(bar["tail_free"] + 8 * tail, self.plan.pair)
-            if last_block:
-                with cute.arch.elect_one():
-                    ptx.commit(bar["q_done"], self.plan.pair)
         return _next(slot, slot_phase, SLOTS)
 
     @cute.jit
@@ -507,7 +497,9 @@ class Forward:
                     part += scores[key]
                 total = total * factor + part
 
-                ptx.wait(bar["pv_done"] + 8 * p, p_phase)
+                # Of two buffers, these scores were announced behind the product that read this one.
+                if const_expr(plan.p_buffers == 1):
+                    ptx.wait(bar["pv_done"], p_phase)
                 where = smem["p"] + p * P_BYTES + row * (BLOCK_K * ITEM)
                 words = ptx.pack_halves(scores, self.dtype)
                 for vector in cutlass.range_constexpr(2):

@@ -184,6 +184,20 @@ def _valid(problem: Problem, indices: Tensor, lengths: Tensor | None, positions:
     return valid
 
 
+def make_lists(
+    problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    decide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`, 1: nothing is decided."""
+    lists = unions.build(indices, _valid(problem, indices, topk_length, q_positions), tokens)
+    return *lists, torch.ones(1, dtype=torch.int32, device=indices.device)
+
+
+def group_size(problem: Problem) -> int:
+    """Tokens of a tile that are tried where the config does not say."""
+    return 1
+
+
 class _Call(NamedTuple):
     """What both kernels are told about one call, in the order of their arguments."""
 
@@ -195,15 +209,15 @@ class _Call(NamedTuple):
 
 
 def _call(
-    problem: Problem, rows: Rows, kv: Tensor, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None
-) -> _Call:
+    problem: Problem, rows: Rows, kv: Tensor, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> _Call:  # fmt: skip
     B, S, device = problem.B, problem.S, kv.device
     causal, slots = problem.causal, problem.K
     bits = _scalar(device, 0, torch.int32)
     lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
     if rows.tokens > 1:
-        valid = _valid(problem, indices, topk_length, q_positions)
-        indices, bits, lengths = unions.build(indices, valid, rows.tokens)
+        indices, bits, lengths, *_ = lists or make_lists(problem, rows.tokens, indices, topk_length, q_positions)
         causal, slots, q_positions = False, indices.shape[-1], None
     positions = None if q_positions is None else q_positions.to(torch.int64)
     tensors = {
@@ -252,6 +266,7 @@ def _row_strides(tensor: Tensor) -> tuple[int, ...]:
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out [B, S, H, 512], lse [B, S, H])`, one launch."""
     B, S, H, device = problem.B, problem.S, problem.H, q.device
@@ -259,7 +274,7 @@ def fwd(
     kernel = _build().kernel(plan)
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=device)
-    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
+    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions, lists)
     # A sink of -inf is no sink.
     sink = _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink
     tensors = {"q": q, **call.tensors, "sink": sink, "out": out, "lse": lse}
@@ -354,6 +369,7 @@ def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
     attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
+    lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`(dq, dkv, d_sink)`: per-row values, the main kernel, and dkv in the order of columns and the dtype wanted.
 
@@ -368,7 +384,7 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
     acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
-    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions)
+    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions, lists)
     tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
     strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
     scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))

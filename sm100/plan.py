@@ -164,6 +164,11 @@ class Plan:
         return (BLOCK_K // self.ctas) if self.tail else 0
 
     @property
+    def tails_wait(self) -> bool:
+        """Whether a free slot does not say that its tail is free, as it does where slots hold no more blocks."""
+        return bool(self.tail) and SLOTS // self.slots_per_block > TAIL_STAGES
+
+    @property
     def slots_per_block(self) -> int:
         """A pair keeps 64 keys of one half of the columns in a slot, a single CTA of both in two."""
         return 1 if self.pair else 2
@@ -173,14 +178,13 @@ class Plan:
         return (
             Barrier("slot_full", ("gather",), SLOTS),
             Barrier("slot_free", ("mma",), SLOTS),
-            Barrier("tail_free", ("mma",), TAIL_STAGES),
+            *((Barrier("tail_free", ("mma",), TAIL_STAGES),) if self.tails_wait else ()),
             Barrier("rows_ready", ("index",), ROW_STAGES),
             Barrier("rows_free", ("gather", "softmax"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             Barrier("s_free", ("softmax",), pair=True),
             Barrier("p_ready", ("softmax",), self.p_buffers, pair=True),
             Barrier("pv_done", ("mma",), self.p_buffers),
-            Barrier("q_done", ("mma",)),
             Barrier("o_ready", ("mma",)),
             Barrier("o_free", ("epilogue",), pair=True),
             Barrier("stats_ready", ("softmax",)),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla.config import SparseAttentionConfig
-from cute_sparse_mla.precision import Inputs, Judge, compare_rows
+from cute_sparse_mla.precision import Inputs, Judge
 
 from .ptx_sim import project_sm100
 from .ptx_sim.machine import Report
+from .simulated_judge import judge_gradients, poisoned
 
 BLOCK_K = 64
 ROW_STAGES, SLOTS = 4, 5  # the deepest rings
@@ -22,20 +21,6 @@ def tiles_for(K: int) -> int:
     """Tiles that one cluster must process: at least three, and enough that every ring wraps twice."""
     blocks = -(-K // BLOCK_K)
     return max(3, -(-2 * max(ROW_STAGES, SLOTS) // blocks))
-
-
-def poisoned(inputs: Inputs) -> Inputs:
-    """The same call, with NaN in every row of kv that no index names: those may not be read."""
-    kv, indices = inputs.kv, inputs.indices
-    packed = kv.dim() == 3
-    kv, indices = (kv[None], indices[None]) if packed else (kv, indices)
-    named = torch.zeros(kv.shape[:3], dtype=torch.bool)
-    for b, g in ((b, g) for b in range(kv.shape[0]) for g in range(kv.shape[2])):
-        rows = indices[b] if indices.dim() == 3 else indices[b, :, g]
-        rows = rows[(rows >= 0) & (rows < kv.shape[1])].long()
-        named[b, rows.unique(), g] = True
-    kv = kv.masked_fill(~named[..., None], torch.nan)
-    return replace(inputs, kv=kv[0] if packed else kv)
 
 
 def call(
@@ -79,25 +64,17 @@ def call_backward(
 
 
 def judge_backward(inputs: Inputs, **how: object) -> list[Report]:
-    """Fails unless all gradients, and ranges of columns apart, are within the precision clause, and no canary moved.
+    """Fails unless the gradients are right (`judge_gradients`) and the simulator has nothing to report."""
+    reports: list[Report] = []
 
-    dkv starts as -0.0 between guard rows of -0.0: what nothing is added to, +0.0 included, keeps its sign.
-    """
-    judged, sent = Judge(inputs), poisoned(inputs)
-    out, lse = judged.budget_forward()
-    room = torch.full((3, *inputs.kv.shape), -0.0)
-    dq, dkv, d_sink, reports = call_backward(sent, out, lse, dkv=room[1], **how)
-    assert torch.signbit(room[0]).all() and torch.signbit(room[2]).all(), "a guard row was added to"
-    unnamed = sent.kv.isnan().any(dim=-1)
-    assert torch.signbit(dkv[unnamed]).all(), "a row that no slot names was added to"
-    checks = judged.gradient_checks(out, lse, d_sink=d_sink)
-    exact, granted = (judged.gradients(out, lse, rule) for rule in judged.rules)
-    for name, got in (("dq", dq), ("dkv", dkv)):
-        for first, last in ((0, 256), (256, 512), (512, got.shape[-1]), (0, got.shape[-1])):
-            if first < last:
-                parts = (t[..., first:last] for t in (got, getattr(exact, name), getattr(granted, name)))
-                checks.append(compare_rows(f"{name} {first}", *parts))
-    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    def backward(
+        sent: Inputs, out: torch.Tensor, lse: torch.Tensor, dkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        *gradients, found = call_backward(sent, out, lse, dkv=dkv, **how)
+        reports.extend(found)
+        return tuple(gradients)
+
+    judge_gradients(inputs, backward)
     findings = [finding for report in reports for finding in report.findings]
     assert not findings, findings[:5]
     return reports

@@ -20,24 +20,12 @@ from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample
 from bench.shapes import BenchShape, draw
 from cute_sparse_mla.precision import Inputs
 
+from .stand_ins import CUDNN, FLASH_MLA
+
 CPU = torch.device("cpu")
 D576 = BenchShape("shape", 24, 24, 8, 576, 512, 40, 256**-0.5)
 
-# Stand-ins compute by the package's reference, after checking what the peer demands of its inputs.
-FLASH_MLA = """
-import math
-import torch
-import cute_sparse_mla
-seen = []
-def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
-    assert q.shape[1] in (64, 128) and indices.shape[1] == 1 and indices.shape[2] % 128 == 0 and d_v == 512
-    assert indices.dtype == torch.int32 and kv.dim() == 3 and q.dtype == torch.bfloat16
-    seen.append((q.shape[1], indices.shape[2]))
-    out, lse = cute_sparse_mla.fwd(q, kv, indices, d_v=d_v, sm_scale=sm_scale, attn_sink=attn_sink,
-                                   topk_length=topk_length, backend="reference")
-    return out, torch.zeros_like(lse), lse.masked_fill(lse == -math.inf, math.inf)
-"""
-
+# Stand-ins as in `stand_ins`.
 TILELANG_FWD = """
 import math
 import torch
@@ -110,23 +98,6 @@ def sparse_mqa_bwd_interface(q, kv, attn_sink, o, do, topk_idxs, lse, sm_scale=N
         q, kv[:, :, None], o, do, topk_idxs[:, :, None], natural + torch.log1p(-torch.exp(attn_sink - natural)),
         sm_scale=sm_scale, attn_sink=attn_sink, backend="reference")
     return dq, dkv[:, :, 0], d_sink
-"""
-
-CUDNN = """
-import torch
-import cute_sparse_mla
-class DSA:
-    @staticmethod
-    def sparse_attention_backward_wrapper(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None,
-                                          topk_length=None, dq=None, dkv=None, block_tile=64, deterministic=False,
-                                          stream=None, workspace=None, q_cluster_mode="off"):
-        assert kv.dim() == 2 and topk_idxs.dim() == 2 and topk_idxs.dtype == torch.int32
-        assert attn_sink.shape == (q.shape[1],) and attn_sink.dtype == lse.dtype == torch.float32
-        assert all(t.is_contiguous() for t in (q, kv, out, dout, lse, topk_idxs))
-        dq, dkv, d_sink = cute_sparse_mla.bwd(
-            q, kv[:, None], out, dout, topk_idxs, lse, sm_scale=softmax_scale, topk_length=topk_length,
-            attn_sink=attn_sink, backend="reference")
-        return {"dq": dq, "dkv": dkv[:, 0], "d_sink": d_sink}
 """
 
 

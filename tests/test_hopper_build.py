@@ -50,8 +50,17 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
     with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 304384 of 232448 bytes"):
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
-    with pytest.raises(UnsupportedError, match="tokens_per_tile = 1, not 2"):
-        launch.check(problem(), SparseAttentionConfig(tokens_per_tile=2))
+
+
+def test_token_groups_that_do_not_fit_are_refused(tested_version: None) -> None:
+    for heads, tokens in ((1, 16), (4, 16), (8, 8), (9, 4), (32, 2), (128, 1)):
+        launch.check(problem(heads), SparseAttentionConfig(tokens_per_tile=tokens))
+    with pytest.raises(UnsupportedError, match=r"tokens_per_tile in \(1, 2, 4, 8, 16\), not 3"):
+        launch.check(problem(), SparseAttentionConfig(tokens_per_tile=3))
+    with pytest.raises(
+        UnsupportedError, match="8 with 9 heads per group needs more than the 64 rows of a tile; 4 fits"
+    ):
+        launch.check(problem(9), SparseAttentionConfig(tokens_per_tile=8))
 
 
 def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,7 @@ def test_compiles_for_sm_90a_without_a_gpu(heads: int, D: int) -> None:
     """One kernel serves all head classes of a D: only the first of them compiles."""
     from cute_sparse_mla.hopper import build
 
-    launch.warmup(problem(heads, D), SparseAttentionConfig(), backward=True)
+    launch.warmup(problem(heads, D), SparseAttentionConfig(tokens_per_tile=1), backward=True)
     for kind in ("forward", "backward"):
         source = build.kernel(kind, launch.plan_of(problem(heads, D))).get_kernel_source()
         assert "wgmma" in source

@@ -71,9 +71,14 @@ def test_every_head_count(heads: int) -> None:
     assert not misses, "\n".join(misses)
 
 
+@pytest.mark.parametrize("grouped", (False, True))
 @pytest.mark.parametrize("tokens", (16384, 32768, 65536))
-def test_backward_memory(tokens: int) -> None:
-    """Beyond its results the backward takes the fp32 dkv and 16 bytes per token and head; d_sink's sum is small."""
+def test_backward_memory(tokens: int, grouped: bool) -> None:
+    """Beyond its results the backward takes the fp32 dkv, 16 bytes per token and head, and a bounded scratch for rows
+    in order, or the lists of token groups. d_sink's sum is small.
+    """
+    from cute_sparse_mla.hopper.launch import SORT_BYTES
+
     heads, slots = 8, 640
     gen = torch.Generator(device="cuda").manual_seed(tokens)
 
@@ -82,7 +87,8 @@ def test_backward_memory(tokens: int) -> None:
 
     q, kv, dout = normal(tokens, heads, 576), normal(tokens, 1, 576), normal(tokens, heads, 512)
     indices = torch.randint(0, tokens, (tokens, 1, slots), generator=gen, device="cuda", dtype=torch.int32)
-    options = dict(causal=True, attn_sink=torch.zeros(heads, device="cuda"), backend="sm90")
+    config = SparseAttentionConfig(tokens_per_tile=8 if grouped else 1)
+    options = dict(causal=True, attn_sink=torch.zeros(heads, device="cuda"), backend="sm90", config=config)
     out, lse = cute_sparse_mla.fwd(q, kv, indices, **options)
     cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, **options)
     torch.cuda.synchronize()
@@ -93,4 +99,5 @@ def test_backward_memory(tokens: int) -> None:
     held = sum(tensor.numel() * tensor.element_size() for tensor in results if tensor is not None)
     extra = torch.cuda.max_memory_allocated() - before - held
     slack = 1 << 16  # the allocator's rounding
-    assert extra <= 4 * kv.numel() + 16 * tokens * heads + slack, extra
+    lists = 8 * indices.numel() + tokens if grouped else SORT_BYTES
+    assert extra <= 4 * kv.numel() + 16 * tokens * heads + lists + slack, extra

@@ -87,6 +87,33 @@ for capability, extra in (((9, 0), "hopper"), ((10, 0), "blackwell")):
 """)
 
 
+def test_every_combination_of_missing_packages() -> None:
+    """What a missing package is needed for names its install command; everything else is as if it were there."""
+    output("""
+import importlib.util, itertools, sys, warnings
+warnings.simplefilter("ignore")
+import torch, cute_sparse_mla
+installs = {"tilelang": "cute_sparse_mla[hopper]", "cutlass": "cute_sparse_mla[blackwell]",
+            "cudnn": "cute_sparse_mla[cudnn]", "flash_mla": "FlashMLA"}
+here = {name for name in installs if importlib.util.find_spec(name)}
+asked = {"tilelang": dict(capability=(9, 0)), "cutlass": dict(capability=(10, 0)),
+         "cudnn": dict(capability=(10, 0), backend="cudnn"), "flash_mla": dict(capability=(9, 0), backend="flash_mla")}
+q, kv = torch.zeros(2, 4, 576).bfloat16(), torch.zeros(3, 1, 576).bfloat16()
+rows = torch.zeros(2, 3, dtype=torch.int32)
+for hidden in itertools.chain.from_iterable(itertools.combinations(installs, n) for n in range(5)):
+    for name in hidden:
+        sys.modules[name] = None
+    for name, options in asked.items():
+        answer = cute_sparse_mla.explain(q, kv, rows, **options)
+        present = name in here and name not in hidden
+        assert answer.ok == present, (hidden, name, answer.reason)
+        assert present or (f"'{name}'" in answer.reason and installs[name] in answer.reason), answer.reason
+    cute_sparse_mla.fwd(q, kv, rows)
+    for name in hidden:
+        del sys.modules[name]
+""")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import() -> None:
     """A data loader's worker, forked after the import, can use the package; so can its parent."""
@@ -177,7 +204,7 @@ def test_help(name: str | None) -> None:
     (["warmup", "--device", "cpu", "--backend", "sm90"], 2, "UnsupportedError: backend 'sm90' needs"),
     (["warmup", "--device", "cpu", "--heads", "500"], 2, "heads_per_group: must lie in 1..128; got 500"),
     (["warmup", "--device", "nowhere"], 2, "no such device here"),
-    (["explain", "--backend", "fast", "--device", "cpu"], 1, "must be one of reference, sm90, sm100"),
+    (["explain", "--backend", "fast", "--device", "cpu"], 1, "must be one of reference, sm90, sm100, "),
     (["explain", "--model", "gpt2"], 2, "invalid choice"),
     (["explain", "--capability", "nine"], 2, "must be a compute capability such as 9.0"),
     (["nothing"], 2, "invalid choice"),
@@ -214,7 +241,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 def expected_files() -> dict[str, Path]:
     """Every file that an installation must have, by its place in it."""
-    patterns = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt"), **{name: ("*.py",) for name in MAPPED}}
+    patterns: dict[str, tuple[str, ...]] = {"cute_sparse_mla": ("*.py", "py.typed", "data/*.pt", "data/*.json")}
+    patterns |= {name: ("*.py",) for name in MAPPED}
     files = {}
     for folder, kinds in patterns.items():
         for kind in kinds:

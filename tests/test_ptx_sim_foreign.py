@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .ptx_sim import foreign_dsa as dsa
+from .ptx_sim import foreign_gemm as gemm
 from .ptx_sim.observer import Observer
 from .ptx_sim.policies import Delay
 
@@ -45,12 +46,33 @@ def test_forward(heads: int, dim: int, slots: int, ragged: bool) -> None:
 
 def test_float16() -> None:
     """fp16 keeps 11 bits, so the bound is eight times tighter."""
-    p = dsa.problem(64, 576, 128, seed=7, dtype=torch.float16)
-    truth = dsa.oracle(p)
-    assert dsa.relative_error(dsa.forward(p).tensors["out"], truth["out"]) < BF16_ERROR / 8
-    found = dsa.backward(p).tensors
-    for name in ("dq", "dkv", "d_sink"):
-        assert dsa.relative_error(found[name], truth[name]) < BF16_ERROR / 8, name
+    for run, heads, dim in (
+        (dsa.forward, 64, 576),
+        (dsa.forward, 128, 512),
+        (dsa.backward, 64, 576),
+        (dsa.backward_sm90, 64, 512),
+    ):
+        p = dsa.problem(heads, dim, 128, seed=7, dtype=torch.float16)
+        found, truth = run(p).tensors, dsa.oracle(p)
+        for name in ("out",) if run is dsa.forward else ("dq", "dkv", "d_sink"):
+            assert dsa.relative_error(found[name], truth[name]) < BF16_ERROR / 8, (run.__name__, name)
+
+
+def test_growing_scores() -> None:
+    """Running maxima move, so the forward rescales its accumulator in tensor memory."""
+    p = dsa.growing(dsa.problem(64, 512, 384))
+    result = dsa.forward(p)
+    assert dsa.relative_error(result.tensors["out"], dsa.oracle(p)["out"]) < BF16_ERROR
+    assert "tcgen05.st.sync.aligned.32x32b.x32.b32" in result.reports[0].opcodes
+
+
+@pytest.mark.parametrize(("dtype", "a_major", "b_major"), gemm.CASES)
+def test_gemm(dtype: str, a_major: str, b_major: str) -> None:
+    """The wheel's dense GEMM: every combination of contiguous axes, in both types."""
+    result = gemm.product(dtype, a_major, b_major)
+    a, b, ab = (result.tensors[name][..., 0].double() for name in ("a", "b", "ab"))
+    assert dsa.relative_error(ab, a @ b.t()) < (BF16_ERROR if dtype == "bf16" else BF16_ERROR / 8)
+    assert not result.reports[0].findings
 
 
 def test_forward_of_an_empty_row() -> None:

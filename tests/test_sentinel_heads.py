@@ -44,7 +44,7 @@ def test_padding_inside_equals_zero_heads_in_memory(heads: int) -> None:
         zeros = tensor.new_zeros((*tensor.shape[:2], padded - heads, *tensor.shape[3:]))
         return torch.cat((tensor, zeros), dim=2)
 
-    options = dict(causal=True, backend="sm90")
+    options = dict(causal=True, backend="sm90", config=cute_sparse_mla.SparseAttentionConfig(tokens_per_tile=1))
     out, lse = cute_sparse_mla.fwd(given.q, given.kv, given.indices, **options)
     dq, dkv, _ = cute_sparse_mla.bwd(
         given.q, given.kv, out, given.dout, given.indices, lse, dkv_dtype=torch.float32, **options

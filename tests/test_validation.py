@@ -201,11 +201,11 @@ FORWARD = (
       for value, kind in (({}, "dict"), ("fast", "str"), (SparseAttentionConfig, "type"))),
     *(Wrong("backend", to(value), T, "must be a backend's name or None", got)
       for value, got in ((1, "1"), ("", "''"), (True, "True"), (b"sm90", "b'sm90'"))),
-    *(Wrong("backend", to(value), V, "must be one of reference, sm90, sm100", repr(value))
+    *(Wrong("backend", to(value), V, "must be one of reference, sm90, sm100, ", repr(value))
       for value in ("cuda", "SM90", "hopper", "reference ")),
     Wrong("config", to(SparseAttentionConfig(fwd_backend="fast")), V, "must be one of reference, sm90, sm100", "'fast'",
           names="config.fwd_backend"),
-    *(Wrong("plan", to(value), T, "must be None: this version has no token-group plans", kind)
+    *(Wrong("plan", to(value), T, "must be what cute_sparse_mla.plan returned, or None", kind)
       for value, kind in ((1, "int"), ({}, "dict"), (False, "bool"))),
 )  # fmt: skip
 

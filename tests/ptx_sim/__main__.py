@@ -93,11 +93,11 @@ def show_coverage(args: argparse.Namespace) -> int:
 
 def make_witnesses(args: argparse.Namespace) -> int:
     """Run the foreign kernels and write what they witness."""
-    from . import foreign_dsa
+    from . import foreign_dsa, foreign_gemm
 
     if (reason := foreign_dsa.unavailable()) is not None:
         sys.exit(reason)
-    found = coverage.record(foreign_dsa.all_kernels())
+    found = coverage.record(foreign_dsa.all_kernels() | foreign_gemm.all_kernels())
     coverage.WITNESSES.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
     print(f"{len(found)} launches, {len({f for e in found.values() for f in e['forms']})} forms")
     return 0

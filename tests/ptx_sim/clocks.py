@@ -43,6 +43,7 @@ STREAMS = (
 )
 COPY, BULK_READ, BULK_WRITE, TMEM_LOAD, TMEM_STORE, TENSOR, INIT, WGMMA = range(32, 32 + len(STREAMS))
 PER_WARP = 32 + len(STREAMS)
+TMEM_STREAMS = slice(TMEM_LOAD, TMEM_STORE + 1)
 
 
 def actor_of(epoch: int) -> int:
@@ -60,6 +61,24 @@ class Group:
 
     mask: np.ndarray
     known: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """One tensor-core operation: `actor`, `clock`, and the number of its pipeline, -1 for a copy."""
+
+    actor: int
+    clock: int
+    number: int
+    numbers: np.ndarray
+
+    def after(self, epochs: np.ndarray) -> np.ndarray:
+        """Which epochs are its own, or of operations that the hardware ends before it."""
+        mine = (epochs >> CLOCK_BITS & ACTOR) == self.actor
+        clock = np.where(mine, epochs & CLOCK, 0)
+        numbers = self.numbers[clock]
+        pipelined = (numbers == self.number) | (numbers == -1) if self.number > 0 else np.zeros_like(mine)
+        return mine & (pipelined | (clock == self.clock))
 
 
 class WarpClock:
@@ -81,6 +100,12 @@ class WarpClock:
         self.copy_groups: list[int] = []
         self.bulk_groups = 0
         self.wgmma_groups = 0
+        # What the lanes waited for of their own tensor-memory loads and stores [3 rows, stream]. A wait covers those of
+        # its lane, and a load is the work of all 32: only all lanes together hand it on.
+        self.waited = np.zeros((3, 2), np.int32)
+        # Per tensor-core operation, by its clock, the pipeline it belongs to: see `pipeline`.
+        self.pipelines = np.zeros(256, np.int32)
+        self.accumulators: dict[tuple, int] = {}
         # What a fence before a relaxed store or arrival hands on, and what relaxed loads saw before a fence.
         self.fence_release: np.ndarray | None = None
         self.fence_acquire: np.ndarray | None = None
@@ -123,7 +148,49 @@ class WarpClock:
             mine = target[:, self.lanes]
             np.maximum(mine[ORDER], self.clock, out=mine[ORDER], where=lanes)
             np.maximum(mine[PROXY], self.fenced, out=mine[PROXY], where=lanes)
+        if self.whole(mask):
+            self.add_waited(target)
         self.tick()
+
+    def whole(self, mask: np.ndarray) -> bool:
+        """Whether these are all lanes that have not exited."""
+        return mask.tobytes() == ALL_BYTES or bool((mask | ~self.warp.live).all())
+
+    def add_waited(self, target: np.ndarray) -> None:
+        rows = min(len(target), 3)
+        mine = target[:rows, self.own][:, TMEM_STREAMS]
+        np.maximum(mine, self.waited[:rows], out=mine)
+
+    def wait_tensor(self, stream: int) -> None:
+        """All lanes have waited for their own tensor-memory loads or stores."""
+        self.waited[:BEFORE, stream - TMEM_LOAD] = self.count[stream]
+
+    def fence_before(self, mask: np.ndarray) -> None:
+        """tcgen05.fence::before_thread_sync"""
+        for group in self.part(mask):
+            np.maximum(group.known[BEFORE, self.own], group.known[ORDER, self.own], out=group.known[BEFORE, self.own])
+        if self.whole(mask):
+            self.waited[BEFORE] = self.waited[ORDER]
+
+    def everything(self) -> np.ndarray:
+        """What any lane knows, all rows."""
+        known = np.maximum.reduce([group.known for group in self.groups])
+        self.add_waited(known)
+        return known
+
+    def pipeline(self, clock: int, accumulator: tuple | None) -> Pipelined:
+        """Note what tensor-core operation `clock` is: a copy (None) or a product of an accumulator and shape.
+
+        Returns which earlier ones of this warp end before it starts: of all pairs, PTX orders products of the same
+        accumulator and shape, and a copy and a product behind it (PTX ISA, Pipelined tcgen05 Instructions).
+        """
+        if clock >= len(self.pipelines):
+            self.pipelines = np.concatenate([self.pipelines, np.zeros_like(self.pipelines)])
+        number = -1
+        if accumulator is not None:
+            number = self.accumulators.setdefault(accumulator, len(self.accumulators) + 1)
+        self.pipelines[clock] = number
+        return Pipelined(self.base + TENSOR, clock, number, self.pipelines)
 
     def snapshot(self, mask: np.ndarray) -> np.ndarray:
         """What an operation issued by these lanes starts with: all four rows."""

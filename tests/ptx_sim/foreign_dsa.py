@@ -87,6 +87,13 @@ class Result:
     reports: list = field(default_factory=list)
 
 
+def growing(p: Problem) -> Problem:
+    """Scores grow along the row, so that running maxima move and accumulators are rescaled."""
+    p.kv.mul_(torch.linspace(0.3, 6, len(p.kv))[:, None].to(p.kv.dtype))
+    p.indices.copy_(torch.where(p.indices < 0, p.indices, p.indices.sort(1).values))
+    return p
+
+
 def oracle(p: Problem, out: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """float64 forward and gradients on the inputs as rounded, by the project's contract (lse without the sink)."""
     q, kv, sink = (x.double().requires_grad_() for x in (p.q, p.kv, p.sink))
@@ -292,7 +299,7 @@ def backward_pair(p: Problem, splits: int = 1, run: bool = True, **options: obje
 
 
 @functools.cache
-def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
+def _compiled_backward_sm90(heads: int, dim: int, slots: int, dtype: torch.dtype) -> tuple:
     """The Hopper backward of the same wheel: preprocess, main kernel, postprocess."""
     capture_cute.prepare()
     import cuda.bindings.driver as cuda
@@ -301,7 +308,8 @@ def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
     from cudnn.deepseek_sparse_attention.utils.tensor_conversion import to_cute_tensor
     from cutlass import cute
 
-    p = problem(heads, dim, slots)
+    p = problem(heads, dim, slots, dtype=dtype)
+    element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
     stream, options = cuda.CUstream(0), "--enable-tvm-ffi --gpu-arch sm_90a"
     t = _sm90_tensors(p, interface)
 
@@ -309,9 +317,9 @@ def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
         return [to_cute_tensor(CudaView(t[n]), **({"assumed_align": 4} if n == "lse" else {})) for n in names]
 
     m, n = interface._M_BLOCK_SIZE, interface._N_BLOCK_SIZE
-    pre = interface._FlashAttentionDSABackwardPreprocessSm90(cutlass.BFloat16, 512, 90, m, num_threads=256)
+    pre = interface._FlashAttentionDSABackwardPreprocessSm90(element, 512, 90, m, num_threads=256)
     main = interface.FlashAttentionDSABackwardSm90(
-        cutlass.BFloat16,
+        element,
         dim,
         512,
         heads,
@@ -328,7 +336,7 @@ def _compiled_backward_sm90(heads: int, dim: int, slots: int) -> tuple:
     )
     chunk = 64 if dim == 576 else 128
     post = interface._FlashAttentionDSABackwardPostprocessSm90(
-        cutlass.BFloat16, hdim_chunk=chunk, tile_n=n, head_dim=dim, num_threads=chunk, N_hdim_chunks=dim // chunk
+        element, hdim_chunk=chunk, tile_n=n, head_dim=dim, num_threads=chunk, N_hdim_chunks=dim // chunk
     )
     with capture_cute.architecture("sm_90a"):
         return (
@@ -361,7 +369,7 @@ def _sm90_tensors(p: Problem, interface: object) -> dict[str, torch.Tensor]:
     return {
         "q": p.q[None],
         "kv": p.kv[None, :, None],
-        "out": truth["out"].bfloat16()[None],
+        "out": truth["out"].to(p.q.dtype)[None],
         "dout": p.dout[None],
         "lse": truth["lse"].float()[None].contiguous(),
         "sink": p.sink,
@@ -379,7 +387,7 @@ def _sm90_tensors(p: Problem, interface: object) -> dict[str, torch.Tensor]:
 def backward_sm90(p: Problem, run: bool = True, **options: object) -> Result:
     """The Hopper backward chain: three compiled functions, one after the other."""
     _, heads, dim = p.q.shape
-    pre, main, post, interface = _compiled_backward_sm90(heads, dim, p.indices.shape[1])
+    pre, main, post, interface = _compiled_backward_sm90(heads, dim, p.indices.shape[1], p.q.dtype)
     t = _sm90_tensors(p, interface)
     recorder = Recorder(run=run)
     recorder.options = options
@@ -401,9 +409,13 @@ def all_kernels() -> dict[str, list]:
     for heads, dim in FORWARD:
         p = problem(heads, dim, 128, ragged=True)
         found[f"{WHEEL} DSA forward SM100 H{heads} D{dim}"] = forward(p).launches
-    p = problem(64, 576, 128, dtype=torch.float16)
-    found[f"{WHEEL} DSA forward SM100 H64 D576 fp16"] = forward(p).launches
-    found[f"{WHEEL} DSA backward SM100 H64 D576 fp16"] = backward(p).launches
+    found[f"{WHEEL} DSA forward SM100 H64 D512 growing scores"] = forward(growing(problem(64, 512, 384))).launches
+    for heads, dim in ((64, 576), (128, 512)):
+        p = problem(heads, dim, 128, dtype=torch.float16)
+        found[f"{WHEEL} DSA forward SM100 H{heads} D{dim} fp16"] = forward(p).launches
+    found[f"{WHEEL} DSA backward SM100 H64 D576 fp16"] = backward(problem(64, 576, 128, dtype=torch.float16)).launches
+    p = problem(64, 512, 128, dtype=torch.float16)
+    found[f"{WHEEL} DSA backward SM90 H64 D512 fp16"] = backward_sm90(p).launches
     for heads, dim, deterministic in BACKWARD:
         p = problem(heads, dim, 128)
         name = f"{WHEEL} DSA backward SM100 H{heads} D{dim}{' deterministic' if deterministic else ''}"

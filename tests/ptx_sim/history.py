@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .clocks import ACTOR, CLOCK_BITS, CLUSTER, CLUSTER_SHIFT, ORDER, PROXY, late
+from .clocks import ACTOR, CLOCK_BITS, CLUSTER, CLUSTER_SHIFT, ORDER, PROXY, Pipelined, late
 
 Cells = np.ndarray | slice
 _BITS = [np.uint64(1) << np.uint64(slot) for slot in range(64)]
@@ -18,7 +18,9 @@ _NONE = np.uint64(0)
 
 
 def _foreign(epochs: np.ndarray, own: object) -> np.ndarray:
-    """Which epochs are neither of the actors `own` nor, if it is a whole epoch, that one."""
+    """Which epochs are neither of the actors `own` nor, if it is a whole epoch, that one, nor pipelined before it."""
+    if isinstance(own, Pipelined):
+        return ~own.after(epochs)
     if isinstance(own, int) and own > ACTOR:
         return epochs != own
     return (epochs >> CLOCK_BITS & ACTOR) != own
@@ -101,7 +103,7 @@ class Space:
 
     # The three kinds of access; each returns what it collides with. `known` is what the accessor knows (rows as in
     # clocks.py); `proxied` says that it works in the async proxy; `own` are actors whose own earlier accesses are in
-    # program order (per access), or one whole epoch.
+    # program order (per access), one whole epoch, or a pipelined operation.
 
     def read(
         self,

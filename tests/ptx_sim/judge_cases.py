@@ -448,6 +448,15 @@ mul.wide.u32 %d9, %r8, 4; add.s64 %d9, %d9, %d0; st.global.b32 [%d9], %r7;"""
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""
     yield Case("reductions", "atomics", body, {"out": total}, ["out"], grid=4, block=64)
+    # Each thread's own word tells what the second operation found, a common word what all of them left.
+    body = """mov.u32 %r0, %tid.x; mov.b32 %r3, smem; shl.b32 %r4, %r0, 2; add.u32 %r4, %r4, %r3; mov.b32 %r5, 0;
+st.shared.b32 [%r4], %r5; st.shared.b32 [%r4+128], %r5; st.shared.b32 [%r4+256], %r5; bar.sync 0;
+shl.b32 %r6, 1, %r0; atom.shared.or.b32 %r7, [%r4], %r6; atom.shared.or.b32 %r8, [%r4], 3;
+atom.shared.or.b32 %r9, [%r3+128], %r6; atom.shared.add.u32 %r9, [%r4+256], %r0; atom.shared.add.u32 %r10, [%r4+256], 5;
+atom.shared.add.u32 %r9, [%r3+132], %r0; sub.s32 %r11, 7, %r0; atom.shared.min.s32 %r9, [%r3+136], %r11; bar.sync 0;
+add.u32 %r7, %r7, %r8; ld.shared.b32 %r12, [%r4+128]; mul.wide.u32 %d9, %r0, 4; add.s64 %d9, %d9, %d0;
+st.global.b32 [%d9], %r7; st.global.b32 [%d9+128], %r10; st.global.b32 [%d9+256], %r12;"""
+    yield Case("shared atomics", "atomics", body, {"out": np.zeros(96, np.uint32)}, ["out"])
     sums = aligned(4, np.float32)
     body = """mov.b32 %r1, 0f3F800000; mov.b32 %r2, 0f40000000; red.global.add.v4.f32 [%d0], {%r1, %r2, %r1, %r2};"""
     yield Case("vector reduction", "atomics", body, {"out": sums}, ["out"], grid=2)

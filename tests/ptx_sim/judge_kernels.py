@@ -70,7 +70,7 @@ def run(kernel: Kernel, device: str) -> dict[str, np.ndarray]:
     _, S, H, D = t["q"].shape
     problem = Problem(1, S, t["kv"].shape[1], H, 1, kernel.K, D, 512, torch.bfloat16, torch.int32, has_sink=True)
     shared = {"sm_scale": D**-0.5, "topk_length": None, "q_positions": None, "attn_sink": t["sink"]}
-    config = SparseAttentionConfig()
+    config = SparseAttentionConfig(tokens_per_tile=1)
     out, lse = launch.fwd(problem, config, t["q"], t["kv"], t["indices"], **shared)
     dq, dkv, d_sink = launch.bwd(
         problem,

@@ -242,14 +242,11 @@ class Order(Observer):
                 at = warp.base + clocks.INIT
                 group.known[PROXY, at] = group.known[ORDER, at]
         elif kind == "tcgen05.wait::ld":
-            warp.learn(mask, clocks.TMEM_LOAD, warp.count[clocks.TMEM_LOAD])
+            warp.wait_tensor(clocks.TMEM_LOAD)
         elif kind == "tcgen05.wait::st":
-            warp.learn(mask, clocks.TMEM_STORE, warp.count[clocks.TMEM_STORE])
+            warp.wait_tensor(clocks.TMEM_STORE)
         elif kind == "tcgen05.fence::before_thread_sync":
-            for group in warp.part(mask):
-                np.maximum(
-                    group.known[BEFORE, warp.own], group.known[ORDER, warp.own], out=group.known[BEFORE, warp.own]
-                )
+            warp.fence_before(mask)
         elif kind == "tcgen05.fence::after_thread_sync":
             for group in warp.part(mask):
                 np.maximum(group.known[AFTER], group.known[BEFORE], out=group.known[AFTER])
@@ -483,8 +480,6 @@ class Order(Observer):
             stream = clocks.TENSOR
             warp.count[stream] += 1
             clock = warp.count[stream]
-            # The tensor core works in the order of issue.
-            known[:, warp.base + stream] = clock - 1
         elif op.engine == "wgmma":
             parts = state.wgmma_parts.pop(state.latest_wgmma)
             known = np.minimum.reduce(parts)

@@ -137,11 +137,13 @@ def _capture_project(kernels: str, heads: int, dim: int, slots: int, tokens: int
     shared = {"sm_scale": dim**-0.5, "topk_length": None, "q_positions": None, "attn_sink": None}
     with project_hopper.simulated(run=False) as recorder:
         if kernels.endswith("forward"):
-            launch.fwd(problem, SparseAttentionConfig(), q, kv, indices, **shared)
+            launch.fwd(problem, SparseAttentionConfig(tokens_per_tile=1), q, kv, indices, **shared)
         else:
             out, lse = q[..., :512].contiguous(), torch.zeros(1, tokens, heads)
             extra = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": False}
-            launch.bwd(problem, SparseAttentionConfig(), q, kv, out, out, indices, lse, **shared, **extra)
+            launch.bwd(
+                problem, SparseAttentionConfig(tokens_per_tile=1), q, kv, out, out, indices, lse, **shared, **extra
+            )
     return recorder.launches
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 
@@ -28,33 +29,45 @@ def unavailable() -> str | None:
     return reason
 
 
+# What a kernel writes whole; starts as NaN.
+OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",)}
+
+
 class _Simulated:
     """Stands in for a compiled TileLang kernel."""
 
-    def __init__(self, kernel: object, recorder: capture_tilelang.Recorder) -> None:
+    def __init__(self, kernel: object, recorder: capture_tilelang.Recorder, outputs: tuple[str, ...]) -> None:
         self.kernel = kernel
         self.recorder = recorder
+        self.outputs = outputs
 
     def __call__(self, *arguments: object) -> None:
         names = [str(p.name).removesuffix("_handle") for p in self.kernel.prim_func.params]
         tensors = {n: a for n, a in zip(names, arguments, strict=True) if isinstance(a, torch.Tensor)}
+        values = dict(zip(names, arguments, strict=True))
+        # Of two kernels among which the device chooses the second follows with wanted = 0.
+        for name in self.outputs if values.get("wanted") != 0 else ():
+            tensors[name].fill_(torch.nan)
         self.recorder.call(self.kernel, tensors, *arguments)
 
 
 @contextmanager
 def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.Recorder]:
-    """Inside, `hopper.launch.fwd` and `bwd` take CPU tensors and run in the simulator, or are only recorded."""
+    """Inside, `backend="sm90"` takes CPU tensors and runs in the simulator; with `run=False` launches are recorded."""
     capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
+
+    from cute_sparse_mla import env
 
     recorder = capture_tilelang.Recorder(run=run)
     recorder.options = options
     real = build.kernel
-    build.kernel = lambda kind, plan: _Simulated(real(kind, plan), recorder)
-    try:
+
+    def kernel(kind: str, plan: object) -> _Simulated:
+        return _Simulated(real(kind, plan), recorder, OUTPUTS.get(kind, ()))
+
+    with mock.patch.object(build, "kernel", kernel), mock.patch.object(env, "capability", lambda device: (9, 0)):
         yield recorder
-    finally:
-        build.kernel = real
 
 
 @dataclass
@@ -83,7 +96,7 @@ def example(D: int, H: int, K: int, S: int = 2) -> Example:
         sink = torch.randn(H, generator=gen)
         dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
         problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)
-        config = SparseAttentionConfig()
+        config = SparseAttentionConfig(tokens_per_tile=1)
         shared = {"sm_scale": D**-0.5, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
         out, lse = launch.fwd(problem, config, q, kv, indices, **shared)
         options = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": False}

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import allowances, subjects, sync_mutants
@@ -18,6 +19,21 @@ from .races import Race, Races
 from .registers import RegisterCheck
 
 RESULTS = Path(__file__).with_name("sync_mutants.json")
+DEFAULT_INPUT = (384, 2)
+# What RESULTS holds: subject, launch or None for all, (slots per row, query tokens) of the inputs. Rows of several
+# blocks wrap rings; in rows of one block some waits stand alone.
+COMMITTED = (
+    ("wheel-fwd-h64-d512", "000", [(384, 2)]),
+    ("wheel-bwd-h64-d512", "002", [(256, 1)]),
+    ("wheel-bwd90-h64-d512", "001", [(256, 1)]),
+    ("hopper-h64-d512", "002", [(192, 2)]),
+    ("sm100-fwd-h64-d512", "000", [(320, 2), (64, 4)]),
+    ("sm100-fwd-h128-d512", "000", [(320, 2), (64, 4)]),
+    ("sm100-fwd-h64-d576", "000", [(320, 2), (64, 4)]),
+    ("sm100-fwd-h128-d576", "000", [(320, 2), (64, 4)]),
+    ("sm100-bwd-h64-d512", None, [(320, 3), (64, 4)]),
+    ("sm100-bwd-h64-d576", None, [(320, 3), (64, 4)]),
+)
 
 
 def _launches(target: str, slots: int, tokens: int) -> list[tuple[str, Launch]]:
@@ -85,30 +101,56 @@ def races(args: argparse.Namespace) -> int:
     return status
 
 
+def _inputs(target: str, number: str | None, inputs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Launch]]]:
+    """Each launch of a target by its number, or only that one, on all inputs."""
+    found: dict[str, list[Launch]] = {}
+    for slots, tokens in inputs[:1] if Path(target).is_dir() else inputs:
+        for name, launch in _launches(target, slots, tokens):
+            if number in (None, name):
+                found.setdefault(name, []).append(launch)
+    yield from found.items()
+
+
 def mutants(args: argparse.Namespace) -> int:
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
-    for target in args.targets:
-        for name, launch in _launches(target, args.slots, args.tokens):
-            if args.launch is not None and name not in args.launch:
+    inputs = args.input or [DEFAULT_INPUT]
+    for target, number, inputs in [(t, args.launch, inputs) for t in args.targets] or COMMITTED:
+        for name, launches in _inputs(target, number, inputs):
+            inquiry = sync_mutants.Inquiry(launches, args.resident)
+            if not inquiry.sites:
                 continue
-            laboratory = sync_mutants.Laboratory(launch, args.resident)
-            if laboratory.races.races:
-                sys.exit(f"{target} {name} has reports unmutated: run `races` first")
-            sites = laboratory.sites
-            print(f"{target} {name} {launch.kernel[:60]}: {len(sites)} sites", flush=True)
-            found = []
-            for outcome in sync_mutants.outcomes(laboratory, sites, args.processes):
-                found.append(outcome)
-                if outcome.verdict == "survived":
-                    print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
-            record = sync_mutants.table(launch, found)
-            print(
-                f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle"
-            )
+            record = _mutants(f"{target} {name}", inquiry, args.processes)
             if args.json is not None:
-                results[f"{target} {name}, {args.slots} slots, {args.tokens} tokens"] = record
+                key = f"{target} {name}, " + " and ".join(f"{slots} slots {tokens} tokens" for slots, tokens in inputs)
+                results[key] = {"inputs": inputs, **record}
                 args.json.write_text(json.dumps(results, indent=0) + "\n")
     return 0
+
+
+def _mutants(title: str, inquiry: sync_mutants.Inquiry, processes: int) -> dict:
+    """Run and print all mutants of a kernel."""
+    if any(laboratory.races.races for laboratory in inquiry.laboratories):
+        sys.exit(f"{title} has reports unmutated: run `races` first")
+    sites = inquiry.sites
+    print(f"{title} {inquiry.laboratories[0].launch.kernel[:60]}: {len(sites)} sites", flush=True)
+    found = []
+    for outcome in sync_mutants.outcomes(inquiry, sites, processes):
+        found.append(outcome)
+        if outcome.verdict == "survived":
+            print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
+    survivors = [site for site, outcome in zip(sites, found, strict=True) if outcome.verdict == "survived"]
+    gone, wrong = inquiry.redundant(survivors)
+    record = sync_mutants.table(inquiry, found, gone, wrong)
+    print(f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle")
+    if survivors:
+        schedules = wrong or f"{sync_mutants.SCHEDULES} adversarial schedules agree"
+        print(f"  {len(gone)} of the survivors can go together: no report without them, {schedules}")
+    return record
+
+
+def _input(text: str) -> tuple[int, int]:
+    slots, tokens = text.split(",")
+    return int(slots), int(tokens)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -122,11 +164,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     sub.add_argument("--allowed", action="store_true", help="print the reports that a documented allowance covers, too")
     sub.set_defaults(do=races)
     sub = commands.add_parser("sync-mutants", help="take out one wait, fence, commit or arrival at a time")
-    sub.add_argument("targets", nargs="+", help="folders of launches, or names of subjects")
-    sub.add_argument("--launch", action="append", help="only the launch of this number (000, 001 ...)")
+    sub.add_argument(
+        "targets", nargs="*", help=f"folders of launches, or names of subjects; none: those of {RESULTS.name}"
+    )
+    sub.add_argument("--launch", help="only the launch of this number (000, 001 ...)")
     sub.add_argument("--processes", type=int, default=2)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
-    sub.add_argument("--slots", type=int, default=384, help="slots per row of a named kernel's input")
-    sub.add_argument("--tokens", type=int, default=2, help="its query tokens")
+    sub.add_argument(
+        "--input",
+        type=_input,
+        action="append",
+        metavar="SLOTS,TOKENS",
+        help="slots per row and query tokens of a named kernel's input, by default 384,2; of several, one must report",
+    )
     sub.add_argument("--json", type=Path, help=f"add the results to this file ({RESULTS.name} is the committed one)")
     sub.set_defaults(do=mutants)

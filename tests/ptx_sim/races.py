@@ -5,7 +5,8 @@ The rules (README, "Races", has them with their sources):
 - A write excludes all accesses that it is not ordered with; reads exclude writes; atomics exclude both, not each other.
 - Generic writes before an access of the async proxy need a proxy fence on the path, also before an overwrite; generic
   reads before an overwrite by the async proxy need order only.
-- Tensor memory that another warp or engine used needs tcgen05.fence on both sides of the thread synchronisation.
+- Tensor memory that another warp or the tensor core used needs tcgen05.fence on both sides of the thread
+  synchronisation. Of the tensor core's own operations only pipelined pairs are in order (`WarpClock.pipeline`).
 
 Two accesses are reported once per pair of instructions.
 """
@@ -18,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from . import clocks
-from .clocks import AFTER, BEFORE, ORDER, PROXY, WarpClock, actor_of, late
+from .clocks import AFTER, BEFORE, ORDER, PROXY, Pipelined, WarpClock, actor_of, late
 from .history import Cells, Conflict, Space
 from .machine import Cta, Split
 from .matrix_operands import Descriptor, touched
@@ -387,13 +388,15 @@ class Races(Order):
         pair, ws = instr.has("cta_group::2"), instr.has("ws")
         ctas = 2 if pair else 1
         parts = segments(shape.m, shape.n, pair, ws, target >> 16)
+        own = warp.pipeline(work.clock, (target, shape.m, shape.n, pair, ws))
         self._operand(state, work, cta, b, shape.n // ctas, 16, shape.b_k_major, epoch, index)
         if isinstance(a, Descriptor):
             self._operand(state, work, cta, a, shape.m // ctas, 16, shape.a_k_major, epoch, index)
         for first_lane, _, count, _, width in parts:
             if not isinstance(a, Descriptor):
-                self._tensor(state, warp, cta, first_lane, count, a & 0xFFFF, 8, "read", epoch, work.known, index)
-            self._tensor(state, warp, cta, first_lane, count, target & 0xFFFF, width, "write", epoch, work.known, index)
+                self._tensor(state, warp, cta, first_lane, count, a & 0xFFFF, 8, "read", epoch, work.known, index, own)
+            column = target & 0xFFFF
+            self._tensor(state, warp, cta, first_lane, count, column, width, "write", epoch, work.known, index, own)
 
     def cp(self, split: Split, index: int, cta: Cta, source: Descriptor, rows: int, width: int, target: int) -> None:
         state, warp = self._of(split)
@@ -401,8 +404,9 @@ class Races(Order):
         epoch = warp.epoch(index, work.stream, work.clock)
         self._operand(state, work, cta, source, rows, width // 2, True, epoch, index)
         lanes = 128 if any(p.startswith("warpx") for p in self.machine.program.code[index].parts) else rows
-        first = 0 if lanes == 128 else target >> 16
-        self._tensor(state, warp, cta, first, lanes, target & 0xFFFF, width // 4, "write", epoch, work.known, index)
+        first, column = 0 if lanes == 128 else target >> 16, target & 0xFFFF
+        own = warp.pipeline(work.clock, None)
+        self._tensor(state, warp, cta, first, lanes, column, width // 4, "write", epoch, work.known, index, own)
 
     def wgmma(
         self, split: Split, index: int, a: Descriptor | None, b: Descriptor, n: int, a_k_major: bool, b_k_major: bool
@@ -429,11 +433,11 @@ class Races(Order):
         epoch: int,
         known: np.ndarray,
         index: int,
-        own: int | None = None,
+        own: Pipelined | None = None,
     ) -> None:
         part = state.tmem[cta.rank]
         cells = _tmem_cells(lane, lanes, column, columns)
-        self._tensor_fences(state, warp, part, cells, kind, epoch, known, index)
+        self._tensor_fences(state, warp, part, cells, kind, epoch, known, index, own)
         self._touch(state, part, cells, kind, epoch, known, False, own, index, "tmem")
 
     def _tensor_fences(
@@ -446,8 +450,12 @@ class Races(Order):
         epoch: int,
         known: np.ndarray,
         index: int,
+        own: Pipelined | None,
     ) -> None:
-        """Ordered tensor-memory accesses of other warps and engines also need fences (PTX ISA, tcgen05.fence)."""
+        """Ordered tensor-memory accesses need fences, too (PTX ISA, tcgen05.fence).
+
+        Between a warp's own loads and stores `tcgen05.wait` is enough.
+        """
         seen = [("write", part.last[cells])]
         if kind == "write":
             mask = part.reads.mask[cells]
@@ -460,9 +468,12 @@ class Races(Order):
             if not bad.any():
                 continue
             actors = epochs >> clocks.CLOCK_BITS & clocks.ACTOR
-            bad &= np.isin(actors % clocks.PER_WARP, TENSOR_STREAMS) & (
-                actors // clocks.PER_WARP != warp.base // clocks.PER_WARP
+            streams = actors % clocks.PER_WARP
+            bad &= np.isin(streams, TENSOR_STREAMS) & (
+                (actors // clocks.PER_WARP != warp.base // clocks.PER_WARP) | (streams == clocks.TENSOR)
             )
+            if own is not None:
+                bad &= ~own.after(epochs)
             if not bad.any():
                 continue
             at = int(bad.argmax())
@@ -495,7 +506,9 @@ class Races(Order):
             if len(warp.groups) == 1
             else np.minimum.reduce([g.known for g in warp.groups if (g.mask & whole).any()])
         )
-        self._tensor(state, warp, split.cta, lane, lanes, column, width, kind, epoch, known, index, warp.base + stream)
+        known = known.copy()
+        warp.add_waited(known)
+        self._tensor(state, warp, split.cta, lane, lanes, column, width, kind, epoch, known, index)
 
     def tmem_alloc(self, split: Split, mask: np.ndarray, index: int, target: int, first: int, count: int) -> None:
         state, warp = self._of(split)

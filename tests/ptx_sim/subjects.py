@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from . import foreign_dsa, project_hopper, project_sm100
 from .launch import Launch
 
@@ -21,13 +19,11 @@ Subject = Callable[[int, int], object]
 
 
 def _problem(heads: int, dim: int, slots: int, tokens: int) -> foreign_dsa.Problem:
-    """Ragged rows whose scores grow along the row, so that running maxima move and accumulators are rescaled."""
+    """Ragged rows whose scores grow along the row."""
     p = foreign_dsa.problem(heads, dim, slots, tokens, ragged=True, seed=slots)
     if tokens == 1:
         p.lengths[0] = slots - 7
-    p.kv.mul_(torch.linspace(0.3, 6, len(p.kv))[:, None].to(p.kv.dtype))
-    p.indices.copy_(torch.where(p.indices < 0, p.indices, p.indices.sort(1).values))
-    return p
+    return foreign_dsa.growing(p)
 
 
 def _wheel_forward(heads: int, dim: int, slots: int, tokens: int) -> object:

@@ -4,10 +4,15 @@ Every such instruction that a run executes is one mutant. It is taken out (a wai
 again under race tracking, and the outcome is race, deadlock, error (a defect that the simulator itself reports), wrong
 result or survived.
 
+A mutant may be judged on several inputs of one kernel (`Inquiry`): it is reported if it is on any of them.
+
 A survivor is not yet a hole: compilers and authors synchronise more than they must. So for each the other edge is
 looked for that orders the same, and put to the test: without both, there must be a report that is not there without the
-other edge alone (`twin`). What remains orders nothing in this run (`idle`), unless an adversarial schedule without it
-gives a wrong result: then tracking has a hole (`missed`).
+other edge alone (`twin`). What remains orders nothing in this run (`idle`).
+
+The proof that survivors are redundant takes them out together, one after the other: whatever can go with all that went
+before it, without a report and with the same results, is `redundant`; what cannot is needed then. Without all redundant
+ones the kernel must also pass adversarial schedules: a wrong result there is a hole in tracking.
 """
 
 from __future__ import annotations
@@ -65,14 +70,14 @@ def without(program: Program, *sites: int) -> Program:
 class Outcome:
     """`line` and `text` of the removed PTX instruction, the verdict, and its report or the other edge.
 
-    `kind` is that of a race; of survivors `twin` (the other edge was shown to order the same), `idle` or `missed`.
+    `kind` is that of a race; of survivors `twin` (the other edge was shown to order the same) or `idle`.
     """
 
     line: int
     text: str
     verdict: str
-    kind: str
-    detail: str
+    kind: str = ""
+    detail: str = ""
 
 
 class Laboratory:
@@ -128,35 +133,28 @@ class Laboratory:
         """Every wait, fence, commit and arrival that the run executed."""
         return sorted(self.races.executed)
 
-    def try_site(self, index: int) -> Outcome:
-        """Take out one instruction and see."""
-        instr = self.program.code[index]
-
-        def outcome(verdict: str, kind: str = "", detail: str = "") -> Outcome:
-            return Outcome(instr.line, instr.text[:120], verdict, kind, detail)
-
+    def verdict(self, *sites: int) -> tuple[str, str, str]:
+        """(verdict, kind, report) of the kernel without these instructions."""
         fresh = [
             m
-            for m in self.registers.misuses(self.report.visits, frozenset((index,)))
-            if ("registers", m.first, m.second) not in self.misused and m.second != index
+            for m in self.registers.misuses(self.report.visits, frozenset(sites))
+            if ("registers", m.first, m.second) not in self.misused and m.second not in sites
         ]
         if fresh:
-            return outcome("race", "registers", fresh[0].text)
+            return "race", "registers", fresh[0].text
+        observer = Races(stop=True, allow=allowances.allowed)
         try:
-            observer = Races(stop=True, allow=allowances.allowed)
-            _, report = self.run(without(self.program, index), observer)
+            _, report = self.run(without(self.program, *sites), observer)
         except RaceFound as found:
-            return outcome("race", observer.races[0].kind, str(found))
+            return "race", observer.races[0].kind, str(found)
         except Deadlock as error:
-            return outcome("deadlock", "", str(error).split("\n")[0])
+            return "deadlock", "", str(error).split("\n")[0]
         except (SimError, PtxError, MemoryError) as error:
-            return outcome("error", "", str(error).split("\n")[0])
+            return "error", "", str(error).split("\n")[0]
         new = [f for f in report.findings if f.split("\n")[0].split(":")[0] not in self.findings]
         if new:
-            return outcome("error", "finding", new[0].split("\n")[0])
-        if not self._same():
-            return outcome("wrong result")
-        return outcome("survived", *self.explain(index))
+            return "error", "finding", new[0].split("\n")[0]
+        return "survived" if self._same() else "wrong result", "", ""
 
     def _reports(self, *sites: int) -> set[tuple]:
         """Everything that is reported without these instructions, up to the first error."""
@@ -174,7 +172,7 @@ class Laboratory:
         return found
 
     def explain(self, index: int) -> tuple[str, str]:
-        """(`twin`, `idle` or `missed`, the other edge in words) of a survivor."""
+        """(`twin` or `idle`, the other edge in words) of a survivor."""
         code, where = self.program.code, self._line
         same = tuple(s for s in self.sites if s != index and code[s].op == code[index].op)
         # Register rules need no run: look among all instructions of the same kind first.
@@ -193,24 +191,25 @@ class Laboratory:
             if fresh:
                 lines = ", ".join(str(code[s].line) for s in same)
                 return "twin", f"the same is ordered by lines {lines} together; without all: {sorted(fresh)[0][0]}"
-        for seed in range(SCHEDULES):
-            if (wrong := self._under_schedule(index, seed)) is not None:
-                return "missed", f"schedule {seed}: {wrong}"
-        text = f"nothing needs it, {SCHEDULES} adversarial schedules without it agree"
-        return "idle", text + (f"; the same is ordered by {where(candidates[0])}" if candidates else "")
+        other = f"; the same is ordered by {where(candidates[0])}" if candidates else ""
+        return "idle", "nothing needs it" + other
 
     def _line(self, index: int) -> str:
         """A PTX line without the path of its source, for results that are committed."""
         instr = self.program.code[index]
         return f"PTX line {instr.line}: {instr.text[:160]}"
 
-    def _under_schedule(self, index: int, seed: int) -> str | None:
-        """What goes wrong without the instruction when engines and warps are held back at random."""
-        try:
-            self.run(without(self.program, index), Observer(), policy=Delay(seed), order=Priorities(seed))
-        except (SimError, PtxError, MemoryError) as error:
-            return str(error).split("\n")[0]
-        return None if self._same() else "wrong result"
+    def under_schedules(self, *sites: int) -> str:
+        """What goes wrong without the instructions when engines and warps are held back at random; empty: nothing."""
+        program = without(self.program, *sites)
+        for seed in range(SCHEDULES):
+            try:
+                self.run(program, Observer(), policy=Delay(seed), order=Priorities(seed))
+            except (SimError, PtxError, MemoryError) as error:
+                return f"schedule {seed}: {str(error).splitlines()[0]}"
+            if not self._same():
+                return f"schedule {seed}: wrong result"
+        return ""
 
     def _twins(self, index: int, most: int = 3) -> list[int]:
         """Instructions that teach the same warps what the removed one did, the most frequent first."""
@@ -239,9 +238,9 @@ class Explanation(Races):
 
     def _watch(self, name: str, split: Split, mask: np.ndarray, index: int, *rest: object) -> None:
         _, warp = self._of(split)
-        before = np.maximum.reduce([g.known for g in warp.groups])
+        before = warp.everything()
         getattr(Races, name)(self, split, mask, index, *rest)
-        after = np.maximum.reduce([g.known for g in warp.groups])
+        after = warp.everything()
         rows, actors = np.nonzero(after > before)
         news = {(r, a): int(after[r, a]) for r, a in zip(rows.tolist(), actors.tolist(), strict=True)}
         key = (split.cta.cluster.index, split.cta.rank, split.warp.index)
@@ -265,7 +264,7 @@ class Explanation(Races):
         lessons = self.gained.get(key, [])
         if not self.second or number >= len(lessons):
             return
-        known = np.maximum.reduce([g.known for g in warp.groups])
+        known = warp.everything()
         wanted = dict(lessons[number])
         for item, clock in lessons[number].items():
             if known[item] >= clock:
@@ -294,17 +293,61 @@ for _name in (
 ):
     setattr(Explanation, _name, _watched(_name))
 
-_laboratory: Laboratory | None = None
+
+class Inquiry:
+    """The mutants of one kernel, judged on launches of several inputs."""
+
+    def __init__(self, launches: list[Launch], resident: int = 1) -> None:
+        if len({launch.sha256 for launch in launches}) != 1:
+            raise ValueError(f"{len(launches)} inputs of {launches[0].kernel} are not launches of one PTX")
+        self.laboratories = [Laboratory(launch, resident) for launch in launches]
+        self.code = self.laboratories[0].program.code
+
+    @property
+    def sites(self) -> list[int]:
+        """Every wait, fence, commit and arrival that any of the inputs executes."""
+        return sorted(set().union(*(laboratory.sites for laboratory in self.laboratories)))
+
+    def verdict(self, *sites: int) -> tuple[str, str, str]:
+        """(verdict, kind, report) of the first input that reports it."""
+        found = ("survived", "", "")
+        for laboratory in self.laboratories:
+            if not laboratory.races.executed.isdisjoint(sites):
+                found = laboratory.verdict(*sites)
+            if found[0] != "survived":
+                break
+        return found
+
+    def try_site(self, index: int) -> Outcome:
+        """Take out one instruction and see."""
+        verdict, kind, detail = self.verdict(index)
+        for laboratory in self.laboratories:
+            if verdict == "survived" and kind != "twin" and index in laboratory.races.executed:
+                kind, detail = laboratory.explain(index)
+        instr = self.code[index]
+        return Outcome(instr.line, instr.text[:120], verdict, kind, detail)
+
+    def redundant(self, survivors: Iterable[int]) -> tuple[list[int], str]:
+        """Survivors that can go together, and what adversarial schedules then get wrong (empty: nothing)."""
+        gone: list[int] = []
+        for site in survivors:
+            if self.verdict(*gone, site)[0] == "survived":
+                gone.append(site)
+        wrong = [laboratory.under_schedules(*gone) for laboratory in self.laboratories] if gone else []
+        return gone, next(filter(None, wrong), "")
+
+
+_inquiry: Inquiry | None = None
 
 
 def _try(index: int) -> Outcome:
-    return _laboratory.try_site(index)
+    return _inquiry.try_site(index)
 
 
-def outcomes(laboratory: Laboratory, sites: Iterable[int], processes: int = 1) -> Iterator[Outcome]:
+def outcomes(inquiry: Inquiry, sites: Iterable[int], processes: int = 1) -> Iterator[Outcome]:
     """The mutants of the given sites, in their order; worker processes are forked from this one."""
-    global _laboratory
-    _laboratory = laboratory
+    global _inquiry
+    _inquiry = inquiry
     sites = list(sites)
     if processes == 1:
         yield from map(_try, sites)
@@ -313,9 +356,15 @@ def outcomes(laboratory: Laboratory, sites: Iterable[int], processes: int = 1) -
         yield from pool.imap(_try, sites, chunksize=1)
 
 
-def table(launch: Launch, found: list[Outcome]) -> dict:
-    """A JSON-able record of one launch's mutants: counts, survivors, and every mutant's verdict."""
+def table(inquiry: Inquiry, found: list[Outcome], gone: list[int], wrong: str) -> dict:
+    """A JSON-able record of a kernel's mutants: counts, survivors, and every mutant's verdict.
+
+    `gone` and `wrong` are those of `Inquiry.redundant`.
+    """
+    launch = inquiry.laboratories[0].launch
     counts = {v: sum(o.verdict == v for o in found) for v in VERDICTS}
+    lines = {inquiry.code[site].line for site in gone}
+    survivors = [asdict(o) | {"redundant": o.line in lines} for o in found if o.verdict == "survived"]
     return {
         "kernel": launch.kernel,
         "sha256": launch.sha256,
@@ -323,11 +372,12 @@ def table(launch: Launch, found: list[Outcome]) -> dict:
         "reported": len(found) - counts["survived"],
         "twin": sum(o.kind == "twin" for o in found),
         "idle": sum(o.kind == "idle" for o in found),
-        "missed": sum(o.kind == "missed" for o in found),
+        "redundant": len(gone),
+        "wrong without the redundant": wrong,
         **counts,
-        "survivors": [asdict(o) for o in found if o.verdict == "survived"],
+        "survivors": survivors,
         "mutants": [[o.line, o.text.split()[0], o.verdict, o.kind] for o in found],
     }
 
 
-__all__ = ["Laboratory", "Outcome", "Race", "outcomes", "table"]
+__all__ = ["Inquiry", "Laboratory", "Outcome", "Race", "outcomes", "table"]

@@ -1,0 +1,420 @@
+"""Differential fuzzing of the contract: random calls through kernels or their simulation, judged by the reference.
+
+    python -m tests.fuzz --target sm90 --cases 20000 --workers 8 --out fuzz.jsonl    on a Hopper GPU
+    python -m tests.fuzz --target sim-sm100 --cases 500                              kernels in the simulator, on a CPU
+    python -m tests.fuzz --target reference --cases 2000                             the reference against brute force
+    python -m tests.fuzz --target sm90 --replay '{"seed": 3, ...}'                   a printed reproducer
+
+A call counts when it has an invalid slot, a repeated row, a sink, a causal bound or several groups. Rows of kv that no
+valid slot names are NaN, kv lies between rows of infinity, freed memory is NaN, and dkv is added into a buffer of -0.0
+between canaries, in which every add, of +0.0 too, leaves a trace. Hypothesis draws the calls and shrinks what fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cute_sparse_mla
+from bench.cases import INVALID_PATTERNS, Case
+from bench.report import append_jsonl
+from cute_sparse_mla import env, reference
+from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.precision import Inputs, Judge, Results, TensorCheck
+
+from . import brute_force
+
+SIMULATED = {"sim-sm90": "sm90", "sim-sm100": "sm100"}
+TARGETS = ("reference", *SIMULATED, "sm90", "sm100")
+SCALES = (None, 0.0, 1e-3, 256**-0.5, 0.5)
+SINKS = (None, None, "random", "random", 0.0, 50.0, 200.0, -200.0, math.inf, -math.inf)
+# What fp32 sums of 512 products leave where the exact result cancels, as in rows with one distinct valid row.
+FP32_NOISE = 1e-6
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64}
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One random call: a `Case`, its seed, how its tensors lie in memory, and options of the call."""
+
+    case: Case
+    seed: int
+    q_transposed: bool = False
+    kv_sliced: bool = False
+    indices_transposed: bool = False
+    dout_transposed: bool = False
+    dkv_buffer: bool = True
+    tokens_per_tile: int | None = 1
+
+    def text(self) -> str:
+        """The reproducer, as `--replay` takes it: fields that differ from the defaults."""
+        case = {k: v for k, v in asdict(self.case).items() if v != getattr(Case(), k)}
+        own = {k: v for k, v in vars(self).items() if k != "case" and v != getattr(type(self), k, None)}
+        return json.dumps(case | own, default=lambda value: str(value).removeprefix("torch."))
+
+    @staticmethod
+    def parse(text: str) -> Contract:
+        """Inverse of `text`."""
+        values = {k: DTYPES.get(v, v) if isinstance(v, str) else v for k, v in json.loads(text).items()}
+        own = {k: values.pop(k) for k in list(values) if k in Contract.__dataclass_fields__}
+        return Contract(Case(**values), **own)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bounds of what a target runs in the time of a case."""
+
+    tokens: int
+    rows: int
+    slots: int
+    heads: tuple[int, ...]
+    widths: tuple[tuple[int, int], ...] = ((512, 512), (576, 512))
+    tiles: tuple[int | None, ...] = (1,)  # tokens of one; None leaves it to the device
+    tile_rows: int = 64
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    index_dtypes: tuple[str, ...] = ("int32", "int64")
+
+
+GPU = Sizes(24, 300, 300, (*range(1, 129),))
+SIZES = {
+    "reference": Sizes(6, 9, 9, (1, 2, 3), widths=((8, 5), (16, 16), (24, 8))),
+    "sim-sm90": Sizes(2, 80, 130, (1, 3, 16, 40, 64, 70)),
+    "sim-sm100": Sizes(3, 80, 130, (1, 3, 16, 40, 64, 70), tiles=(1, 1, 2, 8), tile_rows=128),
+    "sm90": replace(GPU, tiles=(1, None, 2, 4, 8, 16)),
+    "sm100": replace(GPU, tiles=(1, 1, 2, 8), tile_rows=128),
+}
+
+
+def narrow(sizes: Sizes) -> Sizes:
+    """One kernel of each kind: compiling takes seconds to a minute, a simulated call a second."""
+    return replace(
+        sizes, heads=(1, 3, 12, 16), widths=sizes.widths[-1:], tiles=(1,), dtypes=sizes.dtypes[:1],
+        index_dtypes=("int32",),
+    )  # fmt: skip
+
+
+@st.composite
+def contracts(draw: Callable, sizes: Sizes) -> Contract:
+    """Random calls within `sizes`; simple values first, which is what shrinking leads to."""
+
+    def some(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    packed, flag = draw(st.booleans()), st.booleans()
+    G = some(1, 1, 1, 2, 3)
+    causal, positions = some((False, None), (True, None), (True, "random"))
+    D, d_v = some(*sizes.widths)
+    heads, tokens = draw(st.sampled_from(sizes.heads)), some(*sizes.tiles)
+    if tokens is not None and tokens * heads > sizes.tile_rows:
+        tokens = 1
+    case = Case(
+        name="fuzz", B=1 if packed else some(1, 1, 2), S=draw(st.integers(1, sizes.tokens)),
+        S_kv=draw(st.integers(1, sizes.rows)), H=G * heads, G=G,
+        K=draw(st.integers(1, sizes.slots)), D=D, d_v=d_v, packed=packed, dtype=DTYPES[some(*sizes.dtypes)],
+        index_dtype=DTYPES[some(*sizes.index_dtypes)], causal=causal, positions=positions,
+        length=some(None, "random", "zero"), sink=some(*SINKS), invalid=some(*INVALID_PATTERNS),
+        share=some(0.5, 0.1, 0.9), duplicates=draw(flag), dlse=draw(flag), q_scale=some(1.0, 4.0),
+        sm_scale=some(*SCALES),
+    )  # fmt: skip
+    return Contract(
+        case, draw(st.integers(0, 2**31 - 1)), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag), tokens,
+    )  # fmt: skip
+
+
+# -- one call ------------------------------------------------------------------------------------------------------
+
+
+def valid_slots(i: Inputs) -> Tensor:
+    """Which slots count, `[B, S, G, K]`, by the contract's sentences."""
+    rows, kv, lengths, positions = i.indices, i.kv, i.topk_length, i.q_positions
+    if i.q.dim() == 3:
+        rows, kv = rows[None], kv[None]
+        lengths, positions = (None if t is None else t[None] for t in (lengths, positions))
+    S, K, S_kv = rows.shape[1], rows.shape[3], kv.shape[1]
+    valid = (rows >= 0) & (rows < S_kv)
+    if lengths is not None:
+        valid &= torch.arange(K, device=rows.device) < lengths[..., None, None]
+    if i.causal:
+        bound = torch.arange(S, device=rows.device)[None] + S_kv - S if positions is None else positions
+        valid &= rows <= bound[..., None, None]
+    return valid
+
+
+def selected_rows(i: Inputs, valid: Tensor) -> Tensor:
+    """Which rows of kv a valid slot names, in kv's form without its last dimension."""
+    packed = i.q.dim() == 3
+    rows, shape = (i.indices[None], i.kv[None].shape) if packed else (i.indices, i.kv.shape)
+    B, S_kv, G = shape[:3]
+    batch, _, group, _ = torch.nonzero(valid, as_tuple=True)
+    named = torch.zeros(B, S_kv, G, dtype=torch.bool, device=rows.device)
+    named[batch, rows[valid].long(), group] = True
+    return named[0] if packed else named
+
+
+def counts(i: Inputs, valid: Tensor) -> bool:
+    """Whether the call has anything that a plain one has not."""
+    if i.attn_sink is not None or i.causal or i.kv.shape[-2] > 1 or not bool(valid.all()):
+        return True
+    ordered = i.indices.sort(dim=-1).values
+    return bool((ordered[..., 1:] == ordered[..., :-1]).any())
+
+
+def _transposed(tensor: Tensor, wanted: bool) -> Tensor:
+    """The same values with the second and third last dimensions swapped in memory."""
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if wanted else tensor
+
+
+def sent(contract: Contract, i: Inputs, named: Tensor) -> Inputs:
+    """The call as it is made: poisoned, and laid out in memory as the contract says."""
+    kv = i.kv.masked_fill(~named[..., None], math.nan)
+    if contract.kv_sliced:
+        axis = kv.dim() - 3
+        border = torch.full_like(kv.narrow(axis, 0, 1), math.inf)
+        kv = torch.cat((border, kv, border), dim=axis).narrow(axis, 1, kv.shape[axis])
+    indices = i.indices
+    if contract.indices_transposed:
+        indices = indices.transpose(-3, -1).contiguous().transpose(-3, -1)
+    return replace(
+        i, q=_transposed(i.q, contract.q_transposed), kv=kv, indices=indices,
+        dout=_transposed(i.dout, contract.dout_transposed),
+    )  # fmt: skip
+
+
+def poison_memory(device: torch.device) -> None:
+    """Fill memory that the next allocations are likely to get with NaN."""
+    if device.type == "cuda":
+        held = [torch.full((size,), math.nan, device=device) for size in (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 21)]
+        del held
+
+
+@contextmanager
+def machine(target: str, contract: Contract) -> Iterator[list[Any]]:
+    """Inside, `backend=` of the target runs; afterwards the list holds the simulator's findings."""
+    findings: list[Any] = []
+    if target == "sim-sm100":
+        from .ptx_sim import project_sm100
+
+        rows = contract.case.H // contract.case.G * (contract.tokens_per_tile or 1)
+        with project_sm100.simulated(multiprocessors=2 if rows > 64 else 1) as recorder:
+            yield findings
+    elif target == "sim-sm90":
+        from .ptx_sim import project_hopper
+
+        with project_hopper.simulated() as recorder:
+            yield findings
+    else:
+        yield findings
+        return
+    findings += [finding for report in recorder.reports for finding in report.findings]
+
+
+def _cancels(check: TensorCheck, i: Inputs, got: Tensor, exact: Tensor) -> bool:
+    """Whether a miss of dq is what fp32 sums leave of terms that cancel exactly."""
+    if check.name != "dq" or check.nonfinite:
+        return False
+    parts = [float(t.float().norm(dim=-1).max()) for t in (i.dout, i.kv[..., : i.d_v], i.kv)]
+    noise = FP32_NOISE * max(i.sm_scale, 1e-30) * math.prod(parts)
+    return float((got.double() - exact.double()).norm(dim=-1).max()) <= noise
+
+
+def misses(contract: Contract, target: str, device: torch.device) -> list[str] | None:
+    """What a call misses of the contract, `None` for a call that does not count."""
+    i = contract.case.inputs(contract.seed, device)
+    valid = valid_slots(i)
+    if not counts(i, valid):
+        return None
+    if target == "reference":
+        return _against_brute_force(i)
+    named = selected_rows(i, valid)
+    call, packed = sent(contract, i, named), i.q.dim() == 3
+    options: dict[str, Any] = dict(backend=SIMULATED.get(target, target), **call.options)
+    options["config"] = SparseAttentionConfig(tokens_per_tile=contract.tokens_per_tile)
+    room = torch.full((3, *i.kv.shape), -0.0, device=device) if contract.dkv_buffer else None
+    try:
+        with machine(target, contract) as findings:
+            poison_memory(device)
+            out, lse = cute_sparse_mla.fwd(call.q, call.kv, call.indices, d_v=i.d_v, **options)
+            poison_memory(device)
+            gradients = cute_sparse_mla.bwd(
+                call.q, call.kv, out, call.dout, call.indices, lse, dlse=call.dlse,
+                dkv=None if room is None else room[1], **options,
+            )  # fmt: skip
+    except Exception as error:
+        # Whatever a correct call raises is a miss, and hypothesis shall shrink it like one.
+        return [f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"]
+    found = [f"finding: {finding}" for finding in findings[:3]]
+    results, judge = Results(out, lse, *gradients), Judge(i)
+    missed = [check for check in judge.checks(results) if not check.ok]
+    if missed:
+        exact = judge.gradients(out, lse, judge.rules[0]).dq
+        found += [str(check) for check in missed if not _cancels(check, i, results.dq, exact)]
+    empty = ~valid.any(dim=-1).repeat_interleave(i.q.shape[-2] // i.kv.shape[-2], dim=-1)
+    empty = empty[0] if packed else empty
+    if bool(results.out[empty].any()) or bool(results.dq[empty].any()):
+        found.append("an empty row has an out or a dq that is not zero")
+    if room is None:
+        if bool(results.dkv[~named].any()):
+            found.append("dkv of a row that no valid slot names is not zero")
+    elif not all(bool(torch.signbit(part).all()) for part in (room[0], room[2], room[1][~named])):
+        found.append("dkv: something was added to a canary or to a row that no valid slot names")
+    return found
+
+
+def _against_brute_force(i: Inputs) -> list[str]:
+    judge = Judge(i)
+    c = judge.call
+    options: dict[str, Any] = dict(
+        sm_scale=i.sm_scale, causal=i.causal, q_positions=c.q_positions, topk_length=c.topk_length,
+        attn_sink=c.attn_sink,
+    )  # fmt: skip
+    exact_out, exact_lse = brute_force.forward(c.q, c.kv, c.indices, d_v=i.d_v, **options)
+    out, lse, _ = reference.forward(c.q, c.kv, c.indices, d_v=i.d_v, roundings=judge.rules[0], **options)
+    dout, dlse = (t if t is None or i.q.dim() == 4 else t[None] for t in (i.dout, i.dlse))
+    arguments = (c.q, c.kv, exact_out, dout, c.indices, exact_lse)
+    exact = brute_force.backward(*arguments, dlse=dlse, **options)
+    got = reference.backward(*arguments, dlse=dlse, roundings=judge.rules[0], **options)
+    pairs = {"out": (out, exact_out), "lse": (lse, exact_lse), "dq": (got.dq, exact.dq), "dkv": (got.dkv, exact.dkv)}
+    if exact.d_sink is not None:
+        pairs["d_sink"] = (got.d_sink, exact.d_sink)
+    return [name for name, (a, b) in pairs.items() if not torch.allclose(a, b, rtol=1e-9, atol=1e-9)]
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+
+class Miss(AssertionError):
+    """A call that breaks the contract."""
+
+    def __init__(self, contract: Contract, found: list[str]) -> None:
+        super().__init__(f"{'; '.join(found)}\nreproducer: {contract.text()}")
+        self.contract, self.found = contract, found
+
+
+@dataclass
+class Outcome:
+    """Calls that counted and differ, and the smallest miss that was found."""
+
+    target: str
+    seed: int
+    cases: int = 0
+    seconds: float = 0.0
+    found: list[str] = field(default_factory=list)
+    reproducer: str = ""
+
+
+def search(target: str, cases: int, seed: int, device: torch.device, sizes: Sizes) -> Outcome:
+    """Judge that many random calls; the first miss ends the search, shrunk."""
+    outcome, start, seen = Outcome(target, seed), time.perf_counter(), set()
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
+    )  # fmt: skip
+    @hypothesis.given(contracts(sizes))
+    def judge_one(contract: Contract) -> None:
+        found = misses(contract, target, device)
+        hypothesis.assume(found is not None)
+        seen.add(contract)
+        if found:
+            raise Miss(contract, found)
+
+    try:
+        judge_one()
+    except Miss as miss:
+        outcome.found, outcome.reproducer = miss.found, miss.contract.text()
+    outcome.cases, outcome.seconds = len(seen), round(time.perf_counter() - start, 1)
+    return outcome
+
+
+def _warm_up(args: argparse.Namespace, sizes: Sizes) -> None:
+    """Compile on disk what the workers will need, the kernels of one D and dtypes a process."""
+    code = (
+        "import sys, torch, cute_sparse_mla\nD, dtype, index_dtype, device = sys.argv[1:]\nfor heads in (16, 64, 128):"
+    )
+    code += "\n    cute_sparse_mla.warmup(heads, int(D), dtype=getattr(torch, dtype), device=device,"
+    code += " index_dtype=getattr(torch, index_dtype))"
+    kinds = itertools.product((str(D) for D, _ in sizes.widths), sizes.dtypes, sizes.index_dtypes)
+    processes = [subprocess.Popen([sys.executable, "-c", code, *kind, str(args.device)]) for kind in kinds]
+    if any([process.wait() for process in processes]):
+        raise SystemExit("the kernels could not be compiled")
+
+
+def _workers(args: argparse.Namespace, seed: int, sizes: Sizes) -> list[Outcome]:
+    """The search spread over processes, each with a seed of its own."""
+    if args.target in ("sm90", "sm100"):
+        _warm_up(args, sizes)
+    command = [sys.executable, "-m", "tests.fuzz", "--target", args.target, "--device", str(args.device), "--json"]
+    command += ["--narrow"] if args.narrow else []
+    shares = [len(range(n, args.cases, args.workers)) for n in range(args.workers)]
+    processes = [
+        subprocess.Popen([*command, "--cases", str(share), "--seed", str(seed + n)], stdout=subprocess.PIPE, text=True)
+        for n, share in enumerate(shares)
+    ]
+    outcomes = []
+    for n, process in enumerate(processes):
+        said = process.communicate()[0].strip().splitlines()
+        failed = Outcome(args.target, seed + n, found=[f"the worker ended with exit code {process.returncode}"])
+        outcomes.append(Outcome(**json.loads(said[-1])) if said else failed)
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.fuzz", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--cases", type=int, default=200, help="calls that count (default 200)")
+    parser.add_argument("--seed", type=int, help="of the search (default: random, printed)")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--device", type=torch.device, help="default: the GPU for sm90 and sm100, else the CPU")
+    parser.add_argument("--narrow", action="store_true", help="one kernel of each kind: few heads, one D and dtype")
+    parser.add_argument("--replay", metavar="JSON", help="judge this printed reproducer alone")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the outcome as a JSON line")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    args = parser.parse_args()
+    args.device = args.device or torch.device("cuda" if args.target in ("sm90", "sm100") else "cpu")
+    if args.replay:
+        found = misses(Contract.parse(args.replay), args.target, args.device)
+        print("does not count" if found is None else "\n".join(found) or "no miss")
+        return int(bool(found))
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    sizes = narrow(SIZES[args.target]) if args.narrow else SIZES[args.target]
+    outcomes = (
+        _workers(args, seed, sizes) if args.workers > 1 else [search(args.target, args.cases, seed, args.device, sizes)]
+    )
+    whole = asdict(Outcome(
+        args.target, seed, sum(o.cases for o in outcomes), max(o.seconds for o in outcomes),
+        list(itertools.chain.from_iterable(o.found for o in outcomes)),
+        " ".join(o.reproducer for o in outcomes if o.reproducer),
+    ))  # fmt: skip
+    if args.json:
+        print(json.dumps(whole))
+    else:
+        print(f"{args.target}: {whole['cases']} calls in {whole['seconds']} s, seed {seed}, {args.workers} processes")
+        for outcome in outcomes:
+            if outcome.found:
+                print(f"MISS (seed {outcome.seed}): {'; '.join(outcome.found)}\n  --replay '{outcome.reproducer}'")
+    if args.out:
+        row = whole | {"workers": args.workers, "device": env.device_name(args.device)}
+        append_jsonl(args.out, [row | {"versions": env.versions("hypothesis", "tilelang")}])
+    return int(bool(whole["found"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

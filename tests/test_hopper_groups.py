@@ -1,0 +1,190 @@
+"""Token groups of the SM90 path in the simulator: the union lists slot by slot, and the kernels over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_sparse_mla
+from bench.cases import Case
+from cute_sparse_mla import env, validation
+from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.precision import Inputs, Judge
+
+from .ptx_sim import coverage, project_hopper
+from .ptx_sim.races import Races
+from .simulated_judge import judge_gradients, poisoned
+
+REASON = project_hopper.unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
+if REASON is None:
+    project_hopper.capture_tilelang.prepare()
+
+EVERYTHING = Case(
+    B=2, S=19, S_kv=300, H=8, G=2, K=70, invalid="out_of_range", length="random", causal=True, duplicates=True,
+    index_dtype=torch.int64, sink="random", dlse=True,
+)  # fmt: skip
+LISTS = (
+    (EVERYTHING, 8),
+    (Case(S=5, S_kv=700, H=4, K=33, positions="random", duplicates=True, invalid="one_row"), 2),
+    (Case(S=33, S_kv=900, H=4, K=130, duplicates=True, length="zero", packed=True), 16),
+    (Case(S=9, S_kv=40, H=4, K=600, invalid="shuffled"), 4),
+    (Case(S=3, S_kv=3000, H=4, K=300, invalid="shuffled", duplicates=True, causal=True), 1),
+)
+SMALL_SIZES = {16: 64, 128: 128}  # bytes for bits and threads: many ranges, some without a selected row
+
+
+def checked(case: Case, seed: int = 0) -> validation.Call:
+    """The batched call of a case; every list of rows holds a far-off one, so that ranges between them are empty."""
+    inputs = case.inputs(seed)
+    return validation.forward(
+        inputs.q, inputs.kv, inputs.indices, d_v=512, causal=inputs.causal, q_positions=inputs.q_positions,
+        topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
+    )  # fmt: skip
+
+
+def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
+    """How often a token selects each row, by the contract's rule."""
+    problem = call.problem
+    if t >= problem.S:
+        return Counter()
+    length = problem.K if call.topk_length is None else int(call.topk_length[b, t])
+    limit = problem.S_kv
+    if problem.causal:
+        position = t + problem.S_kv - problem.S if call.q_positions is None else int(call.q_positions[b, t])
+        limit = min(limit, position + 1)
+    return Counter(row for row in call.indices[b, t, g, : max(0, length)].tolist() if 0 <= row < limit)
+
+
+@pytest.mark.parametrize("sizes", (None, SMALL_SIZES), ids=("one_range", "ranges"))
+@pytest.mark.parametrize(("case", "tokens"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, observer = checked(case), Races()
+    if sizes:
+        call.indices.masked_fill_((call.indices > 70) & (call.indices < 290), 3)
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch, plan
+
+        for module in (launch, plan):
+            monkeypatch.setattr(module, "UNION_SIZES", sizes or plan.UNION_SIZES)
+        rows, bits, lengths, _ = launch.make_lists(
+            call.problem, tokens, call.indices, call.topk_length, call.q_positions
+        )
+    clean(observer, recorder)
+    B, S, G, _ = call.indices.shape
+    assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * case.K)
+    if tokens == 1:
+        bits.fill_(1)  # left alone
+    for b, tile, g in ((b, tile, g) for b in range(B) for tile in range(lengths.shape[1]) for g in range(G)):
+        count = int(lengths[b, tile, g])
+        slots = list(zip(rows[b, tile, g, :count].tolist(), bits[b, tile, g, :count].tolist(), strict=True))
+        wanted = [selected(call, b, tile * tokens + j, g) for j in range(tokens)]
+        for j, want in enumerate(wanted):
+            assert Counter(row for row, bit in slots if bit >> j & 1) == want
+        distinct = set().union(*wanted)
+        assert [row for row, _ in slots[: len(distinct)]] == sorted(distinct)
+        assert count == len(distinct) + sum(want.total() - len(want) for want in wanted)
+        assert all(bit in (1 << j for j in range(tokens)) for _, bit in slots[len(distinct) :])
+
+
+CALLS = (
+    (EVERYTHING, 8),
+    (EVERYTHING.but(H=48, S=3, D=512, index_dtype=torch.int32), 2),
+    (Case(S=17, S_kv=200, H=3, K=50, invalid="one_row", packed=True), 16),
+)
+
+
+def options(inputs: Inputs, tokens: int) -> dict:
+    return {**inputs.options, "backend": "sm90", "config": SparseAttentionConfig(tokens_per_tile=tokens)}
+
+
+def clean(observer: Races, recorder: project_hopper.capture_tilelang.Recorder) -> None:
+    """No race, no finding, and no instruction form that neither a foreign kernel nor an H200 witnesses."""
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+    used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
+    assert not used - set(coverage.witnesses())
+
+
+@pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "two_tokens_512", "packed"))
+def test_forward(case: Case, tokens: int) -> None:
+    """Within the precision clause and without a race; what no index names is NaN."""
+    inputs, observer = case.inputs(seed=tokens), Races()
+    sent = poisoned(inputs)
+    with project_hopper.simulated(observer=observer) as recorder:
+        out, lse = cute_sparse_mla.fwd(sent.q, sent.kv, sent.indices, **options(inputs, tokens))
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+@pytest.mark.parametrize(("case", "tokens"), CALLS[:2], ids=("everything", "two_tokens_512"))
+def test_backward(case: Case, tokens: int) -> None:
+    observer = Races()
+    with project_hopper.simulated(observer=observer) as recorder:
+
+        def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return cute_sparse_mla.bwd(
+                i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, **options(i, tokens)
+            )
+
+        judge_gradients(case.inputs(seed=tokens), backward)
+    clean(observer, recorder)
+
+
+DECIDED = (
+    (Case(S=11, S_kv=90, H=8, K=60, causal=True, sink="random", invalid="shuffled"), True),
+    (Case(B=2, S=5, S_kv=9000, H=8, K=70, length="random", duplicates=True), False),
+)
+
+
+@pytest.mark.parametrize(("case", "grouped"), DECIDED, ids=("near", "far"))
+def test_decided_on_the_device(case: Case, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels are launched and one of them leaves at once; single tokens take lists of a few tokens at a time."""
+    inputs, observer = case.inputs(seed=case.S), Races()
+    given = {**inputs.options, "backend": "sm90"}
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 1)  # so that fewer tiles are less time
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "L2_BYTES", 0)
+        monkeypatch.setattr(launch, "SORT_BYTES", 4 * 3 * case.B * case.K)
+        out, lse = cute_sparse_mla.fwd(inputs.q, poisoned(inputs).kv, inputs.indices, **given)
+
+        def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, **given)
+
+        judge_gradients(inputs, backward)
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    for name in ("sparse_mla_fwd_kernel", "sparse_mla_bwd_kernel"):
+        work = [
+            report.warp_instructions
+            for entry, report in zip(recorder.launches, recorder.reports, strict=True)
+            if entry.kernel == name
+        ]
+        assert len(work) == (2 if "fwd" in name else 1 + -(-case.S // 3))
+        assert (work[0] > sum(work[1:])) == grouped
+
+
+def test_autograd_keeps_the_lists() -> None:
+    """Made once for forward and backward; a plan serves several calls."""
+    inputs = Case(S=9, S_kv=90, H=8, K=40, causal=True).inputs(seed=3)
+    q, kv = (t.clone().requires_grad_() for t in (inputs.q, inputs.kv))
+    given = dict(causal=True, backend="sm90")
+    with project_hopper.simulated() as recorder:
+        out = cute_sparse_mla.sparse_mla(
+            q, kv, inputs.indices, config=SparseAttentionConfig(tokens_per_tile=8), **given
+        )
+        out.float().sum().backward()
+        assert [entry.kernel for entry in recorder.launches].count("sparse_mla_unions_kernel") == 1
+        plan = cute_sparse_mla.plan(inputs.indices, kv.shape, 8, tokens_per_tile=8, **given)
+        again, _ = cute_sparse_mla.fwd(q, kv, inputs.indices, plan=plan, **given)
+        assert [entry.kernel for entry in recorder.launches].count("sparse_mla_unions_kernel") == 2
+        answer = cute_sparse_mla.explain(q, kv, inputs.indices, plan=plan, **given)
+    assert torch.equal(out, again) and q.grad is not None and bool(torch.isfinite(q.grad).all())
+    assert answer.config is not None and answer.config.tokens_per_tile == 8 and "8 tokens a tile" in str(answer)
