@@ -407,7 +407,9 @@ def test_offsets_past_32_bits() -> None:
     assert torch.equal(out, same) and torch.equal(lse, same_lse)
     dq, dkv, _ = backward(near, out, lse)
     far_dq, far_dkv, _ = backward(distant, out, lse)
-    assert torch.equal(dq, far_dq) and not bool(far_dkv[:-200].any())
+    # Over so many rows each token's are taken in rising order: the same terms in another order.
+    torch.testing.assert_close(dq, far_dq, rtol=2e-2, atol=1e-3 * float(dq.abs().max()))
+    assert not bool(far_dkv[:-200].any())
     torch.testing.assert_close(dkv.float(), far_dkv[-200:].float(), rtol=2e-2, atol=1e-3 * float(dkv.abs().max()))
 
 

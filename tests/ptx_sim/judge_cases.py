@@ -317,6 +317,15 @@ WARP = {
 }
 
 
+def _shared_pairs() -> Iterator[Case]:
+    source = rng("shared pairs").integers(0, 1 << 32, (32, 2), dtype=np.uint64).astype(np.uint32)
+    body = """mov.u32 %r0, %tid.x; mov.b32 %r1, smem; shl.b32 %r2, %r0, 3; add.u32 %r3, %r1, %r2;
+mul.wide.u32 %d9, %r0, 8; add.s64 %d10, %d0, %d9; ld.global.v2.b32 {%r4, %r5}, [%d10]; mov.b64 %d11, {%r4, %r5};
+st.shared.b64 [%r3], %d11; bar.warp.sync -1; xor.b32 %r3, %r3, 8; ld.shared.v2.b32 {%r6, %r7}, [%r3];
+add.s64 %d10, %d1, %d9; st.global.v2.b32 [%d10], {%r6, %r7};"""
+    yield Case("st.shared.b64", "shared pairs", body, {"in": source, "out": np.zeros((32, 2), np.uint32)}, ["out"])
+
+
 def _matrix_moves() -> Iterator[Case]:
     for trans in ("", ".trans"):
         source = rng("ldmatrix").integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
@@ -602,6 +611,7 @@ def cases() -> Iterator[Case]:
     for name, code in DIVIDE.items():
         values = [rng(f"{name} {i}").uniform(0.1, 100.0, COUNT).astype(np.float32).view(np.uint32) for i in (0, 1)]
         yield elementwise(f"approximate {name}", "approximate", code, 2, check=("ulp", 3), values=values)
+    yield from _shared_pairs()
     yield from _matrix_moves()
     yield from _copies()
     yield from _tensor_copies()
