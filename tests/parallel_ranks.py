@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench import parallel as bench_parallel
 from bench.cases import Case
+from bench.parallel import ONE_TOKEN
 from cute_sparse_mla import indices, parallel
 from cute_sparse_mla.examples import head_parallel
 from cute_sparse_mla.precision import Inputs
@@ -74,11 +75,11 @@ def run_case(i: Inputs, kind: str) -> Results:
     part = part_of(i, kind)
     own, split = part.inputs, part.rows
     kv = parallel.gather_kv(own.kv, split)
-    out, lse = parallel.fwd(own.q, kv, own.indices, split=split, d_v=own.d_v, **own.options)
+    options = own.options | dict(split=split, config=ONE_TOKEN)
+    out, lse = parallel.fwd(own.q, kv, own.indices, d_v=own.d_v, **options)
     dq, dkv, d_sink = parallel.bwd(
-        own.q, own.kv, out, own.dout, own.indices, lse, split=split, dlse=own.dlse, dkv_dtype=torch.float32,
-        **own.options,
-    )  # fmt: skip
+        own.q, own.kv, out, own.dout, own.indices, lse, dlse=own.dlse, dkv_dtype=torch.float32, **options
+    )
     results = dict(out=out, lse=lse, dq=dq, dkv=dkv, d_sink=d_sink, positions=part.queries.positions())
     results["unsplit"] = part.queries.unsplit(out, dim=out.dim() - 3)
     for name, overlapped in (("plain", False), ("overlapped", True)):
@@ -93,9 +94,8 @@ def differentiable(own: Inputs, split: parallel.TokenSplit, overlapped: bool) ->
     rows = parallel.gather_kv(kv, split) if overlapped else kv
     # Recorded after the gather has started: its backward comes before that of the gather.
     projected = q * 1
-    out, lse = parallel.sparse_mla(
-        projected, rows, own.indices, split=split, return_lse=True, d_v=own.d_v, **own.options | dict(attn_sink=sink)
-    )
+    options = own.options | dict(split=split, config=ONE_TOKEN, attn_sink=sink)
+    out, lse = parallel.sparse_mla(projected, rows, own.indices, return_lse=True, d_v=own.d_v, **options)
     outputs, grads = ((out,), (own.dout,)) if own.dlse is None else ((out, lse), (own.dout, own.dlse))
     torch.autograd.backward(outputs, grads)
     results = dict(out=out.detach(), lse=lse.detach(), dq=q.grad, dkv=kv.grad)

@@ -74,7 +74,7 @@ def expected_positions(tokens: int, kind: str, ranks: int, rank: int) -> list[in
 def test_ranks_have_the_parts_of_the_whole_call(ranks: tuple[str, list[dict]], case: Case, kind: str) -> None:
     device_type, results = ranks
     i = parallel_ranks.case_inputs(case, device_type)
-    options = i.options
+    options = i.options | dict(config=parallel_ranks.ONE_TOKEN)
     out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **options)
     dq, dkv, d_sink = cute_sparse_mla.bwd(
         i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv_dtype=torch.float32, **options
