@@ -27,10 +27,11 @@ def build(indices: Tensor, valid: Tensor, tokens: int) -> Union:
     """
     B, S, G, K = indices.shape
     tiles = -(-S // tokens)
-    padding = (0, 0, 0, 0, 0, tiles * tokens - S)
     none = torch.iinfo(torch.int64).max
-    rows = torch.where(valid, indices.long(), none)
-    rows = torch.nn.functional.pad(rows, padding, value=none).view(B, tiles, tokens, G, K).transpose(2, 3)
+    # Tokens past the end of the sequence select nothing. (`pad` would take its value through a float.)
+    rows = torch.full((B, tiles * tokens, G, K), none, dtype=torch.int64, device=indices.device)
+    rows[:, :S] = torch.where(valid, indices.long(), none)
+    rows = rows.view(B, tiles, tokens, G, K).transpose(2, 3)
     # Occurrence number of a row within its token: position minus the first position of its run once sorted.
     rows = rows.sort(dim=-1).values
     place = torch.arange(K, device=rows.device).expand_as(rows)

@@ -124,9 +124,10 @@ def test_boxes_hold_the_rows_that_the_guards_name(heads: int, tokens: int) -> No
 
 
 @pytest.mark.parametrize("tokens", (2, 8))
-def test_unions_keep_every_token_s_rows_and_their_multiplicity(tokens: int) -> None:
+@pytest.mark.parametrize("K", (1, 2, 9))
+def test_unions_keep_every_token_s_rows_and_their_multiplicity(tokens: int, K: int) -> None:
     gen = torch.Generator().manual_seed(tokens)
-    B, S, G, K = 2, 11, 2, 9
+    B, S, G = 2, 11, 2
     indices = torch.randint(0, 7, (B, S, G, K), generator=gen, dtype=torch.int32)
     valid = torch.rand(B, S, G, K, generator=gen) < 0.7
     rows, bits, lengths = unions.build(indices, valid, tokens)
@@ -138,9 +139,10 @@ def test_unions_keep_every_token_s_rows_and_their_multiplicity(tokens: int) -> N
                 chosen = bits[b, tile, g, :count] >> (s % tokens) & 1 == 1
                 got = Counter(rows[b, tile, g, :count][chosen].tolist())
                 assert got == Counter(indices[b, s, g][valid[b, s, g]].tolist())
-    # Nothing is listed for nobody, and equal rows of different tokens share a slot.
+    # Nothing is listed for nobody, nor for tokens past the end; equal rows of different tokens share a slot.
     used = torch.arange(tokens * K) < lengths[..., None]
-    assert bool((bits[used] > 0).all()) and int(lengths.max()) < tokens * K
+    assert bool((bits[used] > 0).all()) and (K < 9 or int(lengths.max()) < tokens * K)
+    assert not bool((bits[:, -1] >> (S - 1) % tokens + 1).any())
 
 
 # -- the door ------------------------------------------------------------------------------------------------------

@@ -46,6 +46,16 @@ def test_pairs_and_odd_heads_with_grouped_tokens(heads: int, tokens: int) -> Non
     judge(Case(S=19, S_kv=90, H=heads, K=33, causal=True, invalid="shuffled").inputs(), tokens_per_tile=tokens)
 
 
+@pytest.mark.parametrize(
+    ("case", "tokens"), [(Case(S=5, S_kv=90, H=31, K=70, invalid="shuffled"), 2), (Case(S=3, S_kv=9, H=1, K=2), 8)]
+)
+def test_a_last_tile_reads_for_its_own_tokens_only(case: Case, tokens: int) -> None:
+    """Nothing is gathered for the tokens that a partial tile lacks, row 0 of kv (NaN here) not either."""
+    i = case.inputs(seed=23)
+    i.indices[i.indices == 0] = 1
+    judge(i, tokens_per_tile=tokens)
+
+
 @pytest.mark.parametrize("heads", PROBED_HEADS)
 def test_padding_inside_equals_zero_heads_in_memory(heads: int) -> None:
     """The same kernel fed zero heads up to its tile: out and lse bit for bit."""
