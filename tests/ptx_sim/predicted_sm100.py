@@ -126,7 +126,7 @@ def line(shape: Shape, tokens: int) -> dict:
     tiles = math.ceil(tokens / (int(GB200["sms"]) // ctas(shape)))
     more = (tiles - TILES[0]) * found.step_clocks
     ms = found.milliseconds + more / GB200["clock"] / 1e6
-    entry = {
+    return {
         "label": "predicted",
         "kernels": "project sm100 forward",
         "chip": GB200.name,
@@ -141,11 +141,8 @@ def line(shape: Shape, tokens: int) -> dict:
         "tiles_of_the_longest_cluster": tiles,
         "clocks_per_tile": round(found.step_clocks),
         "wheel": _wheel(shape, tokens, ms),
-        "published": [],
+        "published": published(shape, tokens, ms, WHEEL_KERNELS, OTHERS_GB200),
     }
-    for source, known in published(shape, tokens, WHEEL_KERNELS, OTHERS_GB200):
-        entry["published"].append({"source": source, "ms": known, "ratio": round(ms / known, 3)})
-    return entry
 
 
 def _wheel(shape: Shape, tokens: int, ms: float) -> dict | None:
@@ -162,15 +159,15 @@ def _wheel(shape: Shape, tokens: int, ms: float) -> dict | None:
     }
 
 
-def published(shape: Shape, tokens: int, kernels: str, others: dict) -> list[tuple[str, float]]:
-    """(source, ms) of times that others published for this size: of the wheel's `kernels`, and in `others`."""
+def published(shape: Shape, tokens: int, ms: float, kernels: str, others: dict) -> list[dict]:
+    """Times that others published for this size, of the wheel's `kernels` and in `others`; `ratio` is `ms` over one."""
     found = []
     times = dict(GB200_TIMES.get((kernels, shape.heads, shape.D, shape.K), ()))
     if tokens in times:
         found.append((f"{kernels}, {PUBLISHED_GB200}", times[tokens]))
     if shape.D == D_V and (shape.heads, shape.K) in others:
         found.append((PUBLISHED_OTHERS, others[shape.heads, shape.K][TOKENS.index(tokens)]))
-    return found
+    return [{"source": source, "ms": known, "ratio": round(ms / known, 3)} for source, known in found]
 
 
 def describe(entry: dict) -> str:

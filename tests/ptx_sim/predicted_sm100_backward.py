@@ -128,7 +128,7 @@ def line(shape: Shape, tokens: int) -> dict:
     ms = sum(parts)
     _, tile, block = clocks(shape, *sizes)
     values, traces = recorded(shape)
-    entry = {
+    return {
         "label": "predicted",
         "kernels": "project sm100 backward",
         "chip": GB200.name,
@@ -146,11 +146,8 @@ def line(shape: Shape, tokens: int) -> dict:
         "clocks_per_tile": round(tile + (shape.K - SLOTS) / BLOCK * block),
         "clocks_per_block": round(block),
         "wheel": _wheel(shape, tokens, ms),
-        "published": [],
+        "published": published(shape, tokens, ms, WHEEL_KERNELS, OTHERS_GB200),
     }
-    for source, known in published(shape, tokens, WHEEL_KERNELS, OTHERS_GB200):
-        entry["published"].append({"source": source, "ms": known, "ratio": round(ms / known, 3)})
-    return entry
 
 
 def _wheel(shape: Shape, tokens: int, ms: float) -> dict | None:
