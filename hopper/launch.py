@@ -19,7 +19,7 @@ from ..problem import Problem
 from .plan import (
     BLOCK_K,
     CHUNK,
-    HALF,
+    D_V,
     L2_BYTES,
     LOG2_E,
     ROWS,
@@ -57,7 +57,7 @@ BUILT_FOR = {
     "bwd_threads": THREADS,
     "bwd_stages": 1,
     "bwd_block_k": BLOCK_K,
-    "bwd_split_store": HALF // CHUNK,
+    "bwd_split_store": D_V // CHUNK,
 }
 
 
