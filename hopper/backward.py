@@ -144,7 +144,9 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(end, first, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale, freed):
+    def chunk(
+        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale
+    ):
         # Adds of the chunk of columns up to `end` while the next one is computed.
         T.wgmma_gemm(dS_s, Q_s[:, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
@@ -153,9 +155,7 @@ def build(plan: Plan) -> PrimFunc:
         add(1, valid, P_s, to, rows, row_bytes)
         turn_kept(kept, P_s)
         T.wait_wgmma(0)
-        if first:
-            T.barrier_arrive(freed)
-        elif end == 2 * CHUNK:
+        if frees:
             T.barrier_arrive(freed)
         scale(acc, sm_scale)
         T.wgmma_gemm(p, dO_s[:, end - 2 * CHUNK : end - CHUNK], acc)
@@ -174,12 +174,13 @@ def build(plan: Plan) -> PrimFunc:
         turn_and_keep(acc, kept, P_s)
         if TAIL:
             chunk(
-                D, True, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale, tail_free
-            )
+                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes,
+                sm_scale,
+            )  # fmt: skip
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
-                D_V - c * CHUNK, False, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes,
-                sm_scale, ds_free,
+                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s,
+                KV_s, to, rows, row_bytes, sm_scale,
             )  # fmt: skip
         if i + 1 < blocks:
             T.barrier_wait(ds_ready, (i + 1) & 1)
@@ -241,7 +242,7 @@ def build(plan: Plan) -> PrimFunc:
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
-            if TAIL:
+            if TAIL:  # noqa: SIM108
                 tail_free = T.alloc_barrier(arrive_count=WARPGROUP)
             else:
                 tail_free = kv_free
@@ -437,13 +438,13 @@ def build(plan: Plan) -> PrimFunc:
                     # Adds that ask for no validity: ptxas makes a branch of every predicated one.
                     if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_row[i & 1, 0], "r", 1)) != 0:
                         stream(
-                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows, row_bytes,
-                            sm_scale, ds_ready, ds_free, tail_free,
+                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
+                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     else:
                         stream(
-                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows, row_bytes,
-                            sm_scale, ds_ready, ds_free, tail_free,
+                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
+                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     T.barrier_arrive(p_free)
                 if TAIL:

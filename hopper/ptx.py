@@ -69,7 +69,9 @@ __device__ __forceinline__ void turn_and_keep(const void *accumulator, void *kep
   asm volatile("" : "+f"(one));
 #pragma unroll
   for (int j = 0; j < 16; ++j)
-    asm volatile("mul.f32 %0, %1, %2;" : "=f"(static_cast<float *>(kept)[j]) : "f"(acc[j / 2 * 4 + 2 + j % 2]), "f"(one));
+    asm volatile("mul.f32 %0, %1, %2;"
+                 : "=f"(static_cast<float *>(kept)[j])
+                 : "f"(acc[j / 2 * 4 + 2 + j % 2]), "f"(one));
 }
 // Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`.
 __device__ __forceinline__ long long line(const void *dkv, long long at) {
@@ -88,8 +90,8 @@ template <bool All, int Offset> __device__ __forceinline__ void add_line(long lo
                  "}" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)
                  : "memory");
 }
-// Add four of the rows that were turned, 4 N to 4 N + 3. `row`: kv row of slot 4 N + lane / 8 of these, negative when the
-// slot is invalid, which none is if `All`; `stride`: bytes from one row to the next.
+// Add four of the rows that were turned, 4 N to 4 N + 3. `row`: kv row of slot 4 N + lane / 8 of these, negative when
+// the slot is invalid, which none is if `All`; `stride`: bytes from one row to the next.
 template <int N, bool All>
 __device__ __forceinline__ void add(const void *shared, long long to, int row, int stride) {
   const unsigned lane = threadIdx.x % 32;
