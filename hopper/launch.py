@@ -5,9 +5,11 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from .plan import (
     UNION_SIZES,
     UNION_WIDTH,
     Plan,
+    SumPlan,
+    TermPlan,
     UnionPlan,
 )  # fmt: skip
 
@@ -49,6 +53,8 @@ LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, and those of a term while torch sorts.
+WORKSPACE, TERM_SORT_BYTES = 240 << 20, 64
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -163,6 +169,8 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
             build.kernel("union_samples", sample_plan_of(problem, tokens))
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
+    if backward and torch.are_deterministic_algorithms_enabled():
+        _ordered_kernels(problem)
 
 
 @functools.cache
@@ -332,6 +340,86 @@ def fwd(
     return out, lse
 
 
+class Parts(NamedTuple):
+    """How a deterministic backward goes through a call: some tokens at a time, and parts of their lists.
+
+    `tokens` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
+    """
+
+    tokens: int
+    slots: int
+    parts: int
+    sorted: int
+
+
+def parts_of(problem: Problem, multiprocessors: int) -> Parts:
+    """Terms, sums of dq between parts, and what torch sorts, within `WORKSPACE`: whole waves of CTAs, long parts."""
+    per_slot = 4 * problem.D + TERM_SORT_BYTES
+    blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
+    lists = WORKSPACE // (blocks * BLOCK_K * per_slot)
+    ctas = max(1, lists // multiprocessors) * multiprocessors
+    groups = -(-problem.S // max(1, ctas // a_token))
+    tokens = -(-problem.S // groups)
+    ctas = tokens * a_token
+    left = WORKSPACE - (0 if ctas <= lists else ctas * ROWS * problem.D * 4)
+    most = left // (ctas * BLOCK_K * per_slot)
+    if most < 1:
+        raise UnsupportedError(
+            f"deterministic=True on sm90 takes up to {WORKSPACE // (BLOCK_K * per_slot + ROWS * problem.D * 4)} "
+            f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
+        )
+    parts = -(-blocks // most)
+    slots = -(-blocks // parts) * BLOCK_K
+    at_once = (left - ctas * slots * 4 * problem.D) // (ctas * slots * TERM_SORT_BYTES)
+    return Parts(tokens, slots, parts, min(parts, at_once))
+
+
+def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
+    """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
+    plans = {
+        "backward": dataclasses.replace(plan_of(problem), ordered=True),
+        "term_rows": TermPlan(_name(problem.index_dtype)),
+        "ordered_sums": SumPlan(problem.D),
+    }
+    return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+def _in_order(
+    problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
+    scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
+) -> None:  # fmt: skip
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
+    device, tiles, D = q.device, _tiles(problem), problem.D
+    tokens, slots, parts, sorted_parts = parts_of(problem, env.multiprocessors(device))
+    rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
+    terms = torch.empty((ctas * slots, D), dtype=torch.float32, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if parts > 1:
+        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
+    bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    lengths = lengths.clamp(min=0)
+    nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
+    backward, number, add = _ordered_kernels(problem)
+    for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
+        some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
+        size = ctas // tokens * some * slots
+        row_of = torch.empty(count * size, dtype=torch.int32, device=device)
+        number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
+        row_of, order = row_of.sort(stable=True)
+        starts = torch.searchsorted(row_of, bounds, out_int32=True)
+        for part in range(first, first + count):
+            slot = part * slots
+            taken = indices[:, token : token + some, :, slot : slot + slots]
+            left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
+            backward(
+                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq, terms.view(-1),
+                sums, *scales, problem.heads_per_group, tiles, -1, token, slots, int(part == 0),
+                int(part == parts - 1), *flags,
+            )  # fmt: skip
+            add(terms, order, starts, dkv.view(rows, D), (part - first) * (rows + 1), (part - first) * size)
+
+
 def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
@@ -342,12 +430,10 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
+    Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
+    `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
+    that 8 bytes per row of kv and part of a list.
     """
-    if deterministic:
-        raise UnsupportedError(
-            "the sm90 backward adds dkv in no fixed order: deterministic=True is not supported; "
-            "backend='reference' is deterministic"
-        )
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
@@ -357,12 +443,17 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
-        build.kernel("backward", gather.plan(problem))(
-            q, kv, dout, *gather.tensors, stats, dq, acc,
-            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0,
-            *gather.flags,
-        )  # fmt: skip
+    scales = (scale_log2, float(sm_scale))
+    if deterministic:
+        _in_order(problem, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions)
+    else:
+        nothing = _scalar(device, 0.0, torch.float32)
+        for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
+            build.kernel("backward", gather.plan(problem))(
+                q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
+                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 1, 1,
+                *gather.flags,
+            )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)

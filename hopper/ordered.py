@@ -1,0 +1,169 @@
+"""Sums of dkv in fixed order, for a deterministic backward: an `ordered` main kernel stores the terms, these add them.
+
+The terms of a part are those of some CTAs (in order of batch entries, tokens, groups and head tiles) and of `W` slots
+of each: row `x W + slot` has those of CTA x. `term_rows` says which row of dkv each term belongs to; torch
+sorts that stably, and `ordered_sums` adds to every row its terms one after the other:
+
+    sums[r] += terms[order[starts[r]]] + ... + terms[order[starts[r + 1] - 1]]      left to right, in fp32
+
+One warp a row; a row without terms is neither read nor written. No atomic operation, so nothing depends on schedules.
+"""
+
+import tilelang.language as T
+from tvm.tirx import PrimFunc
+
+from .plan import SumPlan, TermPlan
+
+THREADS = 256
+WARP = 32
+
+SUM = r"""
+namespace sparse_mla {
+// Adds terms[order[i] - base] for i in [first, end) to a row of D fp32; lane l has columns 4 l to 4 l + 3 of each 128.
+template <int D>
+__device__ __forceinline__ void sum_terms(const void *term_rows, const void *term_order, long long base, int first,
+                                          int end, void *row) {
+  constexpr int Parts = (D + 127) / 128, Ahead = 4;
+  const float *terms = static_cast<const float *>(term_rows);
+  const long long *order = static_cast<const long long *>(term_order);
+  float *sums = static_cast<float *>(row);
+  const int lane = threadIdx.x % 32;
+  int column[Parts];
+  float4 sum[Parts];
+#pragma unroll
+  for (int j = 0; j < Parts; ++j) {
+    // The last columns of 576 are those of half a warp; the others repeat a load of theirs and do not store.
+    column[j] = 128 * j + 4 * lane;
+    if (column[j] >= D) column[j] -= 128;
+    sum[j] = *reinterpret_cast<const float4 *>(sums + column[j]);
+  }
+  for (int chunk = first; chunk < end; chunk += 32) {
+    const int mine = static_cast<int>(order[min(chunk + lane, end - 1)] - base), count = min(32, end - chunk);
+    for (int i = 0; i < count; i += Ahead) {
+      float4 term[Ahead][Parts];
+#pragma unroll
+      for (int u = 0; u < Ahead; ++u) {
+        const float *from = terms + static_cast<long long>(__shfl_sync(~0u, mine, i + u)) * D;
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) term[u][j] = *reinterpret_cast<const float4 *>(from + column[j]);
+      }
+#pragma unroll
+      for (int u = 0; u < Ahead; ++u) {
+        if (i + u >= count) break;
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) {
+          sum[j].x += term[u][j].x;
+          sum[j].y += term[u][j].y;
+          sum[j].z += term[u][j].z;
+          sum[j].w += term[u][j].w;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < Parts; ++j)
+    if (128 * j + 4 * lane < D) *reinterpret_cast<float4 *>(sums + column[j]) = sum[j];
+}
+}  // namespace sparse_mla
+"""
+
+
+def build_term_rows(plan: TermPlan) -> PrimFunc:
+    """`Rows [parts, B, L, G, tiles, W]`, flat: `p (rows + 1) + row` of the terms of part p, L tokens from `token_0`.
+
+    Rows of dkv are numbered `(b S_kv + index) G + g`; `rows`, their number, stands for an invalid slot. Part p has the
+    slots from `slot_0 + p W` on.
+    """
+    i32, i64, idx_t = "int32", "int64", plan.index_dtype
+    B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
+    ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
+    tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+
+    @T.prim_func
+    def sparse_mla_term_rows(
+        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
+        TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
+        QPositions: T.StridedTensor((B, S), (pb, ps), i64),
+        Rows: T.Tensor((N,), i32),
+        S_kv: T.int64,
+        token_0: T.int32,
+        tokens: T.int32,
+        tiles: T.int32,
+        slot_0: T.int32,
+        slots: T.int32,
+        causal: T.int32,
+        has_length: T.int32,
+        has_positions: T.int32,
+    ):
+        with T.Kernel(T.cast(T.ceildiv(N, THREADS), i32), threads=THREADS) as bx:
+            at = T.alloc_var(i32)
+            rest = T.alloc_var(i32)
+            at = bx * THREADS + T.get_thread_binding()
+            if at < T.cast(N, i32):
+                slot = T.alloc_var(i32)
+                part = T.alloc_var(i32)
+                g = T.alloc_var(i64)
+                t = T.alloc_var(i64)
+                b = T.alloc_var(i64)
+                length = T.alloc_var(i32)
+                limit = T.alloc_var(i64)
+                row = T.alloc_var(i64)
+                slot = T.truncmod(at, slots)
+                rest = T.truncdiv(T.truncdiv(at, slots), tiles)
+                g = T.cast(T.truncmod(rest, T.cast(G, i32)), i64)
+                rest = T.truncdiv(rest, T.cast(G, i32))
+                t = T.cast(token_0 + T.truncmod(rest, tokens), i64)
+                rest = T.truncdiv(rest, tokens)
+                b = T.cast(T.truncmod(rest, T.cast(B, i32)), i64)
+                part = T.truncdiv(rest, T.cast(B, i32))
+                slot = slot_0 + part * slots + slot
+                length = 0
+                limit = S_kv
+                if t < S:
+                    length = T.cast(K, i32)
+                    if has_length != 0:
+                        length = T.min(TopkLength[b, t], T.cast(K, i32))
+                    if causal != 0:
+                        limit = T.min(S_kv, t + S_kv - S + 1)
+                        if has_positions != 0:
+                            limit = T.min(S_kv, QPositions[b, t] + 1)
+                row = -1
+                if slot < length:
+                    row = T.cast(Indices[b, t, g, slot], i64)
+                row = T.if_then_else((row >= 0) & (row < limit), (b * S_kv + row) * G + g, B * S_kv * G)
+                Rows[at] = T.cast(part * (B * S_kv * G + 1) + row, i32)
+
+    return sparse_mla_term_rows
+
+
+def build_sums(plan: SumPlan) -> PrimFunc:
+    """Adds the terms of a part to `Sums [rows, D]`; `Starts` is that of the part, `base` what `Order` begins at."""
+    i32, i64 = "int32", "int64"
+    rows, terms, N, E = (T.dynamic(n, i64) for n in ("rows", "terms", "N", "E"))
+    D = plan.D
+
+    @T.prim_func
+    def sparse_mla_ordered_sums(
+        Terms: T.Tensor((terms, D), "float32"),
+        Order: T.Tensor((N,), i64),
+        Starts: T.Tensor((E,), i32),
+        Sums: T.Tensor((rows, D), "float32"),
+        start: T.int64,
+        base: T.int64,
+    ):
+        with T.Kernel(T.cast(T.ceildiv(rows, THREADS // WARP), i32), threads=THREADS) as bx:
+            T.import_source(SUM)
+            row = T.alloc_var(i64)
+            first = T.alloc_var(i32)
+            end = T.alloc_var(i32)
+            row = T.cast(bx, i64) * (THREADS // WARP) + T.get_thread_binding() // WARP
+            if row < rows:
+                first = Starts[start + row]
+                end = Starts[start + row + 1]
+                if first < end:
+                    T.call_extern(
+                        "handle", f"sparse_mla::sum_terms<{D}>", T.access_ptr(Terms[0, 0], "r", 1),
+                        T.access_ptr(Order[0], "r", 1), base, first, end, T.access_ptr(Sums[row, 0], "rw", D),
+                    )  # fmt: skip
+
+    return sparse_mla_ordered_sums
