@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,8 +54,9 @@ LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
-# Bytes of a deterministic backward beside fp32 dkv and per-row values, and those of a term while torch sorts.
-WORKSPACE, TERM_SORT_BYTES = 240 << 20, 64
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts, and
+# multiprocessors left to the sums of one part beside the main kernel of the next.
+WORKSPACE, TERM_SORT_BYTES, SUM_CTAS = 240 << 20, 48, 24
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -353,25 +355,25 @@ class Parts(NamedTuple):
 
 
 def parts_of(problem: Problem, multiprocessors: int) -> Parts:
-    """Terms, sums of dq between parts, and what torch sorts, within `WORKSPACE`: whole waves of CTAs, long parts."""
-    per_slot = 4 * problem.D + TERM_SORT_BYTES
+    """Terms of two parts, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+    terms, state = BLOCK_K * 2 * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    to_sort = BLOCK_K * TERM_SORT_BYTES
     blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
-    lists = WORKSPACE // (blocks * BLOCK_K * per_slot)
-    ctas = max(1, lists // multiprocessors) * multiprocessors
-    groups = -(-problem.S // max(1, ctas // a_token))
+    wave, lists = max(1, multiprocessors - SUM_CTAS), WORKSPACE // (blocks * (terms + to_sort))
+    groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
     tokens = -(-problem.S // groups)
     ctas = tokens * a_token
-    left = WORKSPACE - (0 if ctas <= lists else ctas * ROWS * problem.D * 4)
-    most = left // (ctas * BLOCK_K * per_slot)
-    if most < 1:
+    left = WORKSPACE // ctas - (0 if ctas <= lists else state)
+    if left < terms + to_sort:
         raise UnsupportedError(
-            f"deterministic=True on sm90 takes up to {WORKSPACE // (BLOCK_K * per_slot + ROWS * problem.D * 4)} "
+            f"deterministic=True on sm90 takes up to {WORKSPACE // (state + terms + to_sort)} "
             f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
         )
-    parts = -(-blocks // most)
-    slots = -(-blocks // parts) * BLOCK_K
-    at_once = (left - ctas * slots * 4 * problem.D) // (ctas * slots * TERM_SORT_BYTES)
-    return Parts(tokens, slots, parts, min(parts, at_once))
+    # All parts of a list are sorted together where that takes no more than an eighth.
+    kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
+    parts = -(-blocks // max(1, (left - kept) // terms))
+    slots = -(-blocks // parts)
+    return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
 
 
 def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
@@ -384,15 +386,44 @@ def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
     return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
 
 
+class _Beside:
+    """A second stream beside the current one, for work that may overlap; on a CPU all is one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+
+    def done(self) -> torch.cuda.Event | None:
+        """What the current stream, the second one inside `running`, has been given so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self.stream else None
+
+    def running(self) -> AbstractContextManager:
+        """Inside, the second stream is the current one."""
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """The current stream waits."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _in_order(
     problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
     scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
 ) -> None:  # fmt: skip
-    """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
-    device, tiles, D = q.device, _tiles(problem), problem.D
-    tokens, slots, parts, sorted_parts = parts_of(problem, env.multiprocessors(device))
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part.
+
+    A second stream sorts, and adds the terms of a part while the main kernel writes those of the next: two buffers.
+    """
+    device, tiles, D, units = q.device, _tiles(problem), problem.D, env.multiprocessors(q.device)
+    tokens, slots, parts, sorted_parts = parts_of(problem, units)
     rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
-    terms = torch.empty((ctas * slots, D), dtype=torch.float32, device=device)
+    terms = torch.empty((2, ctas * slots, D), dtype=torch.float32, device=device)
     sums = _scalar(device, 0.0, torch.float32)
     if parts > 1:
         sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
@@ -401,23 +432,36 @@ def _in_order(
     lengths = lengths.clamp(min=0)
     nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
     backward, number, add = _ordered_kernels(problem)
+    beside = _Beside(device)
+    ready, added, buffer = beside.done(), [None, None], 0
     for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
         some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
         size = ctas // tokens * some * slots
-        row_of = torch.empty(count * size, dtype=torch.int32, device=device)
-        number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
-        row_of, order = row_of.sort(stable=True)
-        starts = torch.searchsorted(row_of, bounds, out_int32=True)
+        with beside.running():
+            beside.wait(ready)
+            row_of = torch.empty(count * size, dtype=torch.int32, device=device)
+            number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
+            row_of, order = row_of.sort(stable=True)
+            starts = torch.searchsorted(row_of, bounds, out_int32=True)
         for part in range(first, first + count):
-            slot = part * slots
+            slot, last = part * slots, token + some == problem.S and part == parts - 1
             taken = indices[:, token : token + some, :, slot : slot + slots]
             left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
+            beside.wait(added[buffer])
             backward(
-                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq, terms.view(-1),
-                sums, *scales, problem.heads_per_group, tiles, -1, token, slots, int(part == 0),
-                int(part == parts - 1), *flags,
+                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq,
+                terms[buffer].view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token, slots,
+                int(part == 0), int(part == parts - 1), *flags,
             )  # fmt: skip
-            add(terms, order, starts, dkv.view(rows, D), (part - first) * (rows + 1), (part - first) * size)
+            written = beside.done()
+            with beside.running():
+                beside.wait(written)
+                where = (part - first) * (rows + 1), (part - first) * size
+                add(terms[buffer], order, starts, dkv.view(rows, D), *where, units if last else SUM_CTAS)
+                added[buffer] = beside.done()
+            buffer = 1 - buffer
+    for event in added:
+        beside.wait(event)
 
 
 def bwd(

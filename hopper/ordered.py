@@ -6,7 +6,8 @@ sorts that stably, and `ordered_sums` adds to every row its terms one after the 
 
     sums[r] += terms[order[starts[r]]] + ... + terms[order[starts[r + 1] - 1]]      left to right, in fp32
 
-One warp a row; a row without terms is neither read nor written. No atomic operation, so nothing depends on schedules.
+One warp a row at a time; a row without terms is neither read nor written. No atomic operation, so nothing depends on
+schedules. The sums of a part run beside the main kernel of the next, on multiprocessors that are left free for them.
 """
 
 import tilelang.language as T
@@ -15,54 +16,76 @@ from tvm.tirx import PrimFunc
 from .plan import SumPlan, TermPlan
 
 THREADS = 256
-WARP = 32
+SUM_THREADS = 512  # 16 warps, whose registers fill a multiprocessor
 
 SUM = r"""
 namespace sparse_mla {
-// Adds terms[order[i] - base] for i in [first, end) to a row of D fp32; lane l has columns 4 l to 4 l + 3 of each 128.
+// For every row of this warp: adds terms[order[i] - base], i from starts[row] to starts[row + 1], to the row's D fp32.
+// Lane l has columns 4 l to 4 l + 3 of each 128.
 template <int D>
-__device__ __forceinline__ void sum_terms(const void *term_rows, const void *term_order, long long base, int first,
-                                          int end, void *row) {
+__device__ __forceinline__ void sum_terms(const void *term_rows, const void *term_order, const void *term_starts,
+                                          long long base, void *sum_rows, long long rows) {
   constexpr int Parts = (D + 127) / 128, Ahead = 4;
   const float *terms = static_cast<const float *>(term_rows);
   const long long *order = static_cast<const long long *>(term_order);
-  float *sums = static_cast<float *>(row);
-  const int lane = threadIdx.x % 32;
+  const int *starts = static_cast<const int *>(term_starts);
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const long long step = static_cast<long long>(gridDim.x) * warps;
+  long long row = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32;
   int column[Parts];
-  float4 sum[Parts];
 #pragma unroll
   for (int j = 0; j < Parts; ++j) {
     // The last columns of 576 are those of half a warp; the others repeat a load of theirs and do not store.
     column[j] = 128 * j + 4 * lane;
     if (column[j] >= D) column[j] -= 128;
-    sum[j] = *reinterpret_cast<const float4 *>(sums + column[j]);
   }
-  for (int chunk = first; chunk < end; chunk += 32) {
-    const int mine = static_cast<int>(order[min(chunk + lane, end - 1)] - base), count = min(32, end - chunk);
-    for (int i = 0; i < count; i += Ahead) {
-      float4 term[Ahead][Parts];
+  int first = 0, end = 0;
+  if (row < rows) {
+    first = starts[row];
+    end = starts[row + 1];
+  }
+  for (; row < rows; row += step) {
+    int next_first = 0, next_end = 0;
+    if (row + step < rows) {
+      next_first = starts[row + step];
+      next_end = starts[row + step + 1];
+    }
+    if (first < end) {
+      float *sums = static_cast<float *>(sum_rows) + row * D;
+      float4 sum[Parts];
 #pragma unroll
-      for (int u = 0; u < Ahead; ++u) {
-        const float *from = terms + static_cast<long long>(__shfl_sync(~0u, mine, i + u)) * D;
+      for (int j = 0; j < Parts; ++j) sum[j] = *reinterpret_cast<const float4 *>(sums + column[j]);
+      for (int chunk = first; chunk < end; chunk += 32) {
+        const int mine = static_cast<int>(order[min(chunk + lane, end - 1)] - base), count = min(32, end - chunk);
+        for (int i = 0; i < count; i += Ahead) {
+          float4 term[Ahead][Parts];
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) term[u][j] = *reinterpret_cast<const float4 *>(from + column[j]);
-      }
+          for (int u = 0; u < Ahead; ++u) {
+            const float *from = terms + static_cast<long long>(__shfl_sync(~0u, mine, i + u)) * D;
 #pragma unroll
-      for (int u = 0; u < Ahead; ++u) {
-        if (i + u >= count) break;
+            for (int j = 0; j < Parts; ++j) term[u][j] = *reinterpret_cast<const float4 *>(from + column[j]);
+          }
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) {
-          sum[j].x += term[u][j].x;
-          sum[j].y += term[u][j].y;
-          sum[j].z += term[u][j].z;
-          sum[j].w += term[u][j].w;
+          for (int u = 0; u < Ahead; ++u) {
+            // Adding -0 changes nothing. No branch, into which loads would be moved.
+            const bool real = i + u < count;
+#pragma unroll
+            for (int j = 0; j < Parts; ++j) {
+              sum[j].x += real ? term[u][j].x : -0.f;
+              sum[j].y += real ? term[u][j].y : -0.f;
+              sum[j].z += real ? term[u][j].z : -0.f;
+              sum[j].w += real ? term[u][j].w : -0.f;
+            }
+          }
         }
       }
-    }
-  }
 #pragma unroll
-  for (int j = 0; j < Parts; ++j)
-    if (128 * j + 4 * lane < D) *reinterpret_cast<float4 *>(sums + column[j]) = sum[j];
+      for (int j = 0; j < Parts; ++j)
+        if (128 * j + 4 * lane < D) *reinterpret_cast<float4 *>(sums + column[j]) = sum[j];
+    }
+    first = next_first;
+    end = next_end;
+  }
 }
 }  // namespace sparse_mla
 """
@@ -137,7 +160,10 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
 
 
 def build_sums(plan: SumPlan) -> PrimFunc:
-    """Adds the terms of a part to `Sums [rows, D]`; `Starts` is that of the part, `base` what `Order` begins at."""
+    """Adds the terms of a part to `Sums [rows, D]` with so many `ctas`.
+
+    `Starts` from `start` on is that of the part, whose positions in `Order` begin at `base`.
+    """
     i32, i64 = "int32", "int64"
     rows, terms, N, E = (T.dynamic(n, i64) for n in ("rows", "terms", "N", "E"))
     D = plan.D
@@ -150,20 +176,14 @@ def build_sums(plan: SumPlan) -> PrimFunc:
         Sums: T.Tensor((rows, D), "float32"),
         start: T.int64,
         base: T.int64,
+        ctas: T.int32,
     ):
-        with T.Kernel(T.cast(T.ceildiv(rows, THREADS // WARP), i32), threads=THREADS) as bx:
+        with T.Kernel(ctas, threads=SUM_THREADS):
             T.import_source(SUM)
-            row = T.alloc_var(i64)
-            first = T.alloc_var(i32)
-            end = T.alloc_var(i32)
-            row = T.cast(bx, i64) * (THREADS // WARP) + T.get_thread_binding() // WARP
-            if row < rows:
-                first = Starts[start + row]
-                end = Starts[start + row + 1]
-                if first < end:
-                    T.call_extern(
-                        "handle", f"sparse_mla::sum_terms<{D}>", T.access_ptr(Terms[0, 0], "r", 1),
-                        T.access_ptr(Order[0], "r", 1), base, first, end, T.access_ptr(Sums[row, 0], "rw", D),
-                    )  # fmt: skip
+            T.call_extern(
+                "handle", f"sparse_mla::sum_terms<{D}>", T.access_ptr(Terms[0, 0], "r", 1),
+                T.access_ptr(Order[0], "r", 1), T.access_ptr(Starts[start], "r", 1), base,
+                T.access_ptr(Sums[0, 0], "rw", D), rows,
+            )  # fmt: skip
 
     return sparse_mla_ordered_sums

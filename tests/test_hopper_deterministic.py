@@ -40,8 +40,8 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tokens: int) ->
     from cute_sparse_mla.hopper import launch
 
     ctas = case.B * case.G * -(-case.H // case.G // 64) * tokens
-    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas)
-    room = 64 * (4 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
+    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SUM_CTAS)
+    room = 64 * (8 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
     monkeypatch.setattr(launch, "WORKSPACE", ctas * room)
 
 
@@ -63,19 +63,16 @@ def test_contract(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @simulated
 def test_schedules_change_nothing() -> None:
-    """CTAs that add to the same rows under adversarial schedules: bit for bit; plain additions are not."""
+    """Two adversarial schedules of CTAs whose terms belong to the same rows: bit for bit."""
     i = Case(S=3, S_kv=20, H=4, D=512, K=40, invalid="shuffled", sink="random", dlse=True).inputs(seed=4)
     out, lse = Judge(i).budget_forward()
 
-    def gradients(seed: int, deterministic: bool) -> tuple[Tensor, ...]:
+    def gradients(seed: int) -> tuple[Tensor, ...]:
         with project_hopper.simulated(resident=3, policy=Delay(seed), order=Priorities(seed)):
-            return backward(i, out, lse, torch.zeros(i.kv.shape), deterministic=deterministic)
+            return backward(i, out, lse, torch.zeros(i.kv.shape))
 
-    first, second = (gradients(seed, True) for seed in range(2))
+    first, second = (gradients(seed) for seed in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    plain = [gradients(seed, False) for seed in range(2)]
-    assert torch.equal(plain[0][0], first[0])
-    assert not torch.equal(plain[0][1], plain[1][1])
 
 
 def layer(**changes: int) -> Problem:
@@ -97,7 +94,7 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
     parts = launch.parts_of(sizes, 132)
     ctas = sizes.B * sizes.G * parts.tokens * launch._tiles(sizes)
     assert parts.slots % 64 == 0 and parts.parts * parts.slots >= sizes.K and 1 <= parts.sorted <= parts.parts
-    terms = ctas * parts.slots * sizes.D * 4
+    terms = 2 * ctas * parts.slots * sizes.D * 4
     sums = ctas * 64 * sizes.D * 4 if parts.parts > 1 else 0
     assert terms + sums + ctas * parts.slots * parts.sorted * launch.TERM_SORT_BYTES <= launch.WORKSPACE < 256e6
 
@@ -105,7 +102,7 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
 def test_batches_beyond_the_workspace_are_refused() -> None:
     from cute_sparse_mla.hopper import launch
 
-    with pytest.raises(UnsupportedError, match=r"takes up to 841 .* not 5000; pass fewer batch entries"):
+    with pytest.raises(UnsupportedError, match=r"takes up to 564 .* not 5000; pass fewer batch entries"):
         launch.parts_of(layer(B=5000, S=1), 132)
 
 
@@ -144,31 +141,6 @@ def test_a_hundred_times_on_a_gpu(heads: int) -> None:
     plain = [backward(i, out, lse, **single, deterministic=False) for _ in range(5)]
     assert torch.equal(plain[0][0], first[0]) and torch.equal(plain[0][2], first[2])
     assert any(not torch.equal(plain[0][1], other[1]) for other in plain[1:])
-
-
-@pytest.mark.sm90
-def test_graph_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and deterministic backward, captured after one warm-up call and replayed on changed inputs."""
-    case = Case(S=33, S_kv=300, H=16, K=200)
-    small_workspace(monkeypatch, case, 16)
-    first, second = (case.inputs(seed=seed, device="cuda") for seed in (1, 2))
-    second.indices[:, 3] = -1
-    q, kv, indices, dout = (t.clone() for t in (first.q, first.kv, first.indices, first.dout))
-
-    def step() -> tuple[Tensor, ...]:
-        out, lse = cute_sparse_mla.fwd(q, kv, indices)
-        return out, lse, *cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, deterministic=True)[:2]
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for mine, new in zip((q, kv, indices, dout), (second.q, second.kv, second.indices, second.dout), strict=True):
-        mine.copy_(new)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 @pytest.mark.sm90
