@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.groups", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--peer-path", action="append", default=[], metavar="FOLDER", help="searched for the peers")
     parser.add_argument("--indexer", metavar="FILE", help="indexer tensors for texts longer than the sample's")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose description contains it")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="shapes whose description has it")
     parser.add_argument("--pass", dest="passes", default="fwd,bwd", help=f"of {', '.join(PASSES)} (default fwd,bwd)")
     parser.add_argument("--reps", type=arguments.count, help="timed runs each (default: what fits --seconds)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for all runs of a shape and pass (default 0.5)")
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, failed = Run(device), False
     sample, longer = load_indexer(), load_indexer(args.indexer) if args.indexer else None
     for shape in shapes():
-        if args.only in str(shape):
+        if any(text in str(shape) for text in args.only or [""]):
             indexer = longer if longer and shape.context > sample.tokens else sample
             rows = measure(shape, implementations, settings, run, indexer)
             if args.out:
