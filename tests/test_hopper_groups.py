@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import env, validation
+from cute_sparse_mla import env, union_lists, validation
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
@@ -66,10 +66,9 @@ def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.
     if sizes:
         call.indices.masked_fill_((call.indices > 70) & (call.indices < 290), 3)
     with project_hopper.simulated(observer=observer) as recorder:
-        from cute_sparse_mla.hopper import launch, plan
+        from cute_sparse_mla.hopper import launch
 
-        for module in (launch, plan):
-            monkeypatch.setattr(module, "UNION_SIZES", sizes or plan.UNION_SIZES)
+        monkeypatch.setattr(union_lists, "UNION_SIZES", sizes or union_lists.UNION_SIZES)
         rows, bits, lengths, _ = launch.make_lists(
             call.problem, tokens, call.indices, call.topk_length, call.q_positions
         )
