@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from . import unions
+from ..union_lists import (
+    SAMPLES,
+    TOKENS_PER_TILE,
+    GroupCosts,
+    UnionPlan,
+    sample_plan_of,
+    sample_step,
+    union_plan_of,
+    union_plans,
+)  # fmt: skip
 from .backward_plan import (
     CHUNK,
     KV_STAGES,
@@ -28,6 +37,7 @@ from .backward_plan import (
     SumPlan,
 )  # fmt: skip
 from .heads import ROWS_PER_CTA, Rows, rows_for
+from .list_plan import ListPlan, SamplePlan
 from .plan import BLOCK_K, D_V, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
@@ -35,7 +45,6 @@ if TYPE_CHECKING:
 
 # Releases that the tests ran with; others are refused by name.
 DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
-TOKENS_PER_TILE = (1, 2, 8)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 SLOTS_AT = 4  # where a call's sizes have the slots of a tile
@@ -44,6 +53,7 @@ ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # each of its slots row numbers and their sorted order while torch sorts them.
 WORKSPACE, SORT_BYTES = 240 * 2**20, 64
 DEFAULT_MULTIPROCESSORS = 148
+COSTS = GroupCosts(slot={1 << 31: 1.1}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015)
 # What runs a compiled kernel: called with it, its arguments, and the tensors that it touches by name.
 Executor = Callable[[Callable[..., Any], tuple, dict[str, Tensor]], None]
 
@@ -147,9 +157,14 @@ def _build() -> ModuleType:
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
     device = torch.device("cuda") if torch.cuda.is_available() else None
-    plans: list[Plan | RowPlan | SumPlan] = []
+    arch = _architecture(device)
+    plans: list[Plan | RowPlan | SumPlan | ListPlan] = []
     for tokens in {config.tokens_per_tile} if config.tokens_per_tile else {1, group_size(problem)}:
         plans.append(plan_of(problem, tokens, device))
+        if tokens > 1:
+            plans += [list_plan_of(plan, arch) for plan in union_plans(tokens, problem.index_dtype)]
+            if config.tokens_per_tile is None:
+                plans.append(list_plan_of(sample_plan_of(problem, tokens), arch, SamplePlan))
         if backward:
             plan = backward_plan_of(problem, tokens, device, torch.are_deterministic_algorithms_enabled())
             plans += [plan, RowPlan(plan.dtype, plan.arch)]
@@ -180,30 +195,57 @@ def _kv_rows(kv: Tensor) -> tuple[int, int, tuple[int, int, int]]:
     return unit, rows, tuple(steps.get(axis, 0) // unit for axis in range(3))
 
 
-def _valid(problem: Problem, indices: Tensor, lengths: Tensor | None, positions: Tensor | None) -> Tensor:
-    """Which slots of `indices` count: the contract's rule, for union lists."""
-    valid = (indices >= 0) & (indices < problem.S_kv)
-    if lengths is not None:
-        valid &= torch.arange(problem.K, device=indices.device) < lengths[:, :, None, None]
-    if problem.causal:
-        if positions is None:
-            positions = torch.arange(problem.S, device=indices.device).expand(problem.B, -1) + problem.S_kv - problem.S
-        valid &= indices <= positions[:, :, None, None]
-    return valid
+def list_plan_of(plan: UnionPlan, arch: str, kind: type[ListPlan] = ListPlan) -> ListPlan:
+    """The plan of a kernel of the union lists for one architecture."""
+    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, arch)
 
 
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
     decide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`, 1: nothing is decided."""
-    lists = unions.build(indices, _valid(problem, indices, topk_length, q_positions), tokens)
-    return *lists, torch.ones(1, dtype=torch.int32, device=indices.device)
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
+
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    """
+    B, S, G, K = indices.shape
+    device, tiles = indices.device, -(-S // tokens)
+    shape, arch = (B, tiles, G), _architecture(device)
+    rows, bits = (torch.empty((*shape, tokens * K), dtype=torch.int32, device=device) for _ in range(2))
+    samples = min(SAMPLES, B * tiles * G)
+    tensors = {
+        "indices": indices,
+        "lengths": _scalar(device, 0, torch.int32) if topk_length is None else topk_length,
+        "positions": _scalar(device, 0, torch.int64) if q_positions is None else q_positions.to(torch.int64),
+        "samples": torch.empty((samples, 2), dtype=torch.int32, device=device),
+        "rows": rows,
+        "bits": bits,
+        "counts": torch.empty(shape, dtype=torch.int32, device=device),
+        "chosen": torch.empty(1, dtype=torch.int32, device=device),
+    }
+    strides = (
+        *indices.stride(),
+        *((0, 0) if topk_length is None else topk_length.stride()),
+        *((0, 0) if q_positions is None else tensors["positions"].stride()),
+    )
+    flags = (int(problem.causal), int(topk_length is not None), int(q_positions is not None))
+
+    def launch(plan: ListPlan, ctas: int, sampled: int, per_mille: int, step: int) -> None:
+        sizes = (B, S, problem.S_kv, G, K, tiles, sampled, per_mille, step, *flags)
+        executor(_build().kernel(plan), (_pointers(tensors), sizes, strides, ctas), tensors)
+
+    if decide:
+        small = list_plan_of(sample_plan_of(problem, tokens), arch, SamplePlan)
+        launch(small, samples, samples, 0, sample_step(problem, small))
+    per_mille = COSTS.per_mille(problem, tokens, multiprocessors(device)) if decide else 0
+    plan = list_plan_of(union_plan_of(problem, tokens), arch)
+    launch(plan, B * tiles * G, samples if decide else 0, per_mille, 0)
+    return rows, bits, tensors["counts"], tensors["chosen"]
 
 
 def group_size(problem: Problem) -> int:
-    """Tokens of a tile that are tried where the config does not say."""
-    return 1
+    """Tokens of a tile that are tried where the config does not say: as many as fill the rows of one CTA."""
+    return union_lists.group_size(problem, ROWS_PER_CTA)
 
 
 class _Gather(NamedTuple):
