@@ -146,10 +146,10 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 def test_what_does_not_fit_is_refused_with_what_does(tested_version: None) -> None:
     with pytest.raises(UnsupportedError, match=r"fwd_stages = 5, not 6 \(shared memory of 232448 bytes: .*\(slots\)"):
         launch.check(problem(), SparseAttentionConfig(fwd_stages=6))
-    with pytest.raises(UnsupportedError, match=r"takes? tokens_per_tile in \(1, 2, 8\), not 4"):
-        launch.check(problem(), SparseAttentionConfig(tokens_per_tile=4))
+    with pytest.raises(UnsupportedError, match=r"takes? tokens_per_tile in \(1, 2, 4, 8, 16\), not 3"):
+        launch.check(problem(), SparseAttentionConfig(tokens_per_tile=3))
     with pytest.raises(
-        UnsupportedError, match="8 with 24 heads per group needs more than the 128 rows of a tile; 2 fits"
+        UnsupportedError, match="8 with 24 heads per group needs more than the 128 rows of a tile; 4 fits"
     ):
         launch.check(problem(24), SparseAttentionConfig(tokens_per_tile=8))
 
