@@ -8,8 +8,9 @@ from typing import Any
 
 import tilelang
 
+from ..union_lists import UnionPlan
 from . import backward, forward, ordered, postprocess, preprocess, unions
-from .plan import Plan, SumPlan, TermPlan, UnionPlan
+from .plan import Plan, SumPlan, TermPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {
