@@ -35,8 +35,8 @@ TOOLS = {
     "memcheck": OURS,
     # Hazards of any severity count.
     "racecheck": (*OURS, "--racecheck-detect-level", "info"),
-    "initcheck": (),
     "synccheck": OURS,
+    "initcheck": (),
 }
 # A report with the stack of a Python process takes longer than the kernel.
 BRIEF = ("--print-limit", "20", "--show-backtrace", "no")
