@@ -11,8 +11,8 @@ FOLDER is outside the repository and holds sources of the suites, or of some:
     cudnn/test/python       fe_api/dsa/test_DSA_sparse_attention_backward.py of NVIDIA/cudnn-frontend with what it
                             imports, and its functions over more heads, lengths and empty rows
 
-A file SOURCE in a suite's folder says where it comes from. Each suite's own module names stand for the drop-ins while it
-runs; its checks and tolerances are its own. One JSON line a part: counts, and the reason of every miss and skip.
+A file SOURCE in a suite's folder says where it comes from. The drop-ins stand for a suite's own modules while it runs;
+its checks and tolerances are its own. One JSON line a part: counts, and the reason of every miss and skip.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def standing_in(device: torch.device) -> Iterator[None]:
         return
     answers: dict[str, Any] = dict(
         is_available=lambda: True, get_device_capability=lambda *_: (9, 0), synchronize=lambda *_: None,
-        empty_cache=lambda: None, current_stream=lambda *_: SimpleNamespace(cuda_stream=0), manual_seed_all=lambda _: None,
+        empty_cache=lambda: None, current_stream=lambda *_: SimpleNamespace(cuda_stream=0),
+        manual_seed_all=lambda _: None,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
