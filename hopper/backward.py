@@ -29,6 +29,10 @@ the others run ahead of it. There is one KV buffer: it comes free and is refille
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores.
+
+An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view. The terms
+of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that the part before has
+left in `Sums`, in fp32 and unscaled, and leave its own there.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -53,6 +57,8 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     TOKENS = plan.tokens
+    ORDERED = plan.ordered
+    STORE = "true" if ORDERED else "false"
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
     SPLIT = HALF + 128
@@ -60,6 +66,8 @@ def build(plan: Plan) -> PrimFunc:
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    # Elements of dkv or its terms, and of the sums of dq between parts.
+    N, M = T.dynamic("N", i64), T.dynamic("M", i64)
     # Tiles of this launch along the sequence, each with a gather list of up to K slots.
     L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
@@ -135,8 +143,9 @@ def build(plan: Plan) -> PrimFunc:
     def add(n, valid, stage, to, rows, row_bytes):
         # Half of what was turned: rows[n] and those of the other lanes.
         T.call_extern(
-            "handle", f"sparse_mla::add<{n % 2}, {valid}>", T.access_ptr(stage[0], "r", 1), to[0], rows[n], row_bytes
-        )
+            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", T.access_ptr(stage[0], "r", 1), to[0], rows[n],
+            row_bytes,
+        )  # fmt: skip
 
     @T.macro
     def scale(acc, sm_scale):
@@ -196,12 +205,24 @@ def build(plan: Plan) -> PrimFunc:
         to[0] += (D - CHUNK) * 4
 
     @T.macro
-    def store_dq(dq, KV_s, dQ, b, t, head_0, heads, left, lane, sm_scale, first, last):
+    def start_dq(dq, Sums, starts, cta, first, last):
+        if ORDERED and starts == 0:
+            for h, d in T.Parallel(ROWS, last - first):
+                dq[h, d] = Sums[(cta * ROWS + h) * D + first + d]
+        else:
+            T.fill(dq, 0)
+
+    @T.macro
+    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, first, last):
         # Columns [first, last) of the tile, through the same columns of the KV buffer.
-        for h, d in T.Parallel(ROWS, last - first):
-            dq[h, d] *= sm_scale
-        T.copy(dq, KV_s[:, first:last])
-        store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
+        if ORDERED and ends == 0:
+            for h, d in T.Parallel(ROWS, last - first):
+                Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
+        else:
+            for h, d in T.Parallel(ROWS, last - first):
+                dq[h, d] *= sm_scale
+            T.copy(dq, KV_s[:, first:last])
+            store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
 
     @T.prim_func
     def sparse_mla_bwd(
@@ -215,13 +236,17 @@ def build(plan: Plan) -> PrimFunc:
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Stats: T.Tensor((4, B, S, H), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
-        dKV: T.Tensor((B, S_kv, G, D), fp32),
+        dKV: T.Tensor((N,), fp32),
+        Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
         tile_0: T.int32,
+        part_slots: T.int32,
+        starts: T.int32,
+        ends: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
@@ -253,6 +278,7 @@ def build(plan: Plan) -> PrimFunc:
 
             leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
+            cta = T.cast(bx, i64)
             tile = T.alloc_var("int32")
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
@@ -316,8 +342,8 @@ def build(plan: Plan) -> PrimFunc:
                         idx[r] = Indices[b, ti, g, r * 16 + r0]
                 dq_2 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_3 = T.alloc_fragment([ROWS, 128], fp32)
-                T.fill(dq_2, 0)
-                T.fill(dq_3, 0)
+                start_dq(dq_2, Sums, starts, cta, HALF, SPLIT)
+                start_dq(dq_3, Sums, starts, cta, SPLIT, D_V)
 
                 next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
                 if blocks > 0:
@@ -350,8 +376,8 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
                         gather(3, KV_s, r0, c0, source, rows, kv_ready)
-                store_dq(dq_2, KV_s, dQ, b, t, head_0, heads, left, lane, sm_scale, HALF, SPLIT)
-                store_dq(dq_3, KV_s, dQ, b, t, head_0, heads, left, lane, sm_scale, SPLIT, D_V)
+                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, SPLIT)
+                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, SPLIT, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, rows_ready, ds_free, p_free.
@@ -362,8 +388,8 @@ def build(plan: Plan) -> PrimFunc:
                 p = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 dq_0 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_1 = T.alloc_fragment([ROWS, 128], fp32)
-                T.fill(dq_0, 0)
-                T.fill(dq_1, 0)
+                start_dq(dq_0, Sums, starts, cta, 0, 128)
+                start_dq(dq_1, Sums, starts, cta, 128, HALF)
                 for i in T.serial(blocks):
                     scores(0, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
                     scores(1, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
@@ -397,8 +423,8 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(kv_free[0])
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[1])
-                store_dq(dq_0, KV_s, dQ, b, t, head_0, heads, left, tx, sm_scale, 0, 128)
-                store_dq(dq_1, KV_s, dQ, b, t, head_0, heads, left, tx, sm_scale, 128, HALF)
+                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 0, 128)
+                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 128, HALF)
 
             # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:
@@ -408,17 +434,16 @@ def build(plan: Plan) -> PrimFunc:
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8
                 my_rows = T.alloc_local([4], "int32")
                 row_bytes = T.alloc_var("int32")
-                row_bytes = T.cast(G * D * 4, "int32")
+                row_bytes = T.cast((D if ORDERED else G * D) * 4, "int32")
                 # Where this lane adds: bytes of the last chunk's first row of kv.
                 to = T.alloc_local([1], i64)
-                to[0] = T.call_extern(
-                    i64, "sparse_mla::line", dKV.data, (b * S_kv * G + g) * D + T.cast(D - CHUNK, i64)
-                )
+                row_0 = cta * part_slots * D if ORDERED else (b * S_kv * G + g) * D
+                to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(D - CHUNK, i64))
                 p_b = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
                 if TAIL:
                     dq_t = T.alloc_fragment([ROWS, TAIL], fp32)
-                    T.fill(dq_t, 0)
+                    start_dq(dq_t, Sums, starts, cta, D_V, D)
                 else:
                     dq_t = acc
                 kept = T.alloc_local([16], fp32)
@@ -430,6 +455,8 @@ def build(plan: Plan) -> PrimFunc:
                 for i in T.serial(blocks):
                     for n in T.unroll(4):
                         my_rows[n] = slot_row[i & 1, my_slot + 4 * n]
+                        if ORDERED:
+                            my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
                     T.barrier_wait(p_ready, i & 1)
                     T.call_extern("handle", "sparse_mla::take", p_b.data, T.access_ptr(P_s[0], "r", 1))
                     if not TAIL:
@@ -448,6 +475,6 @@ def build(plan: Plan) -> PrimFunc:
                         )  # fmt: skip
                     T.barrier_arrive(p_free)
                 if TAIL:
-                    store_dq(dq_t, KV_s, dQ, b, t, head_0, heads, left, lane_b, sm_scale, D_V, D)
+                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, sm_scale, D_V, D)
 
     return sparse_mla_bwd

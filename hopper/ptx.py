@@ -77,22 +77,33 @@ __device__ __forceinline__ void turn_and_keep(const void *accumulator, void *kep
 __device__ __forceinline__ long long line(const void *dkv, long long at) {
   return reinterpret_cast<long long>(static_cast<const float *>(dkv) + at + 4 * (threadIdx.x % 8));
 }
-template <bool All, int Offset> __device__ __forceinline__ void add_line(long long line, int row, const float4 v) {
-  if constexpr (All)
-    asm volatile("red.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w), "n"(Offset)
-                 : "memory");
-  else  // predicated, not branched around: a wait in a divergent path would serialise the products in flight
-    asm volatile("{\n"
-                 ".reg .pred valid;\n"
-                 "setp.ge.s32 valid, %5, 0;\n"
-                 "@valid red.global.add.v4.f32 [%0 + %6], {%1, %2, %3, %4};\n"
-                 "}" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)
-                 : "memory");
+#define SPARSE_MLA_LINE(INSTRUCTION)                                                                       \
+  do {                                                                                                     \
+    if constexpr (All)                                                                                     \
+      asm volatile(INSTRUCTION " [%0 + %5], {%1, %2, %3, %4};" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z),  \
+                   "f"(v.w), "n"(Offset)                                                                   \
+                   : "memory");                                                                            \
+    else                                                                                                   \
+      asm volatile("{\n"                                                                                   \
+                   ".reg .pred valid;\n"                                                                   \
+                   "setp.ge.s32 valid, %5, 0;\n"                                                           \
+                   "@valid " INSTRUCTION " [%0 + %6], {%1, %2, %3, %4};\n"                                 \
+                   "}" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)          \
+                   : "memory");                                                                            \
+  } while (0)
+// Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
+template <bool Store, bool All, int Offset>
+__device__ __forceinline__ void add_line(long long line, int row, const float4 v) {
+  if constexpr (Store)
+    SPARSE_MLA_LINE("st.global.v4.f32");
+  else
+    SPARSE_MLA_LINE("red.global.add.v4.f32");
 }
-// Add four of the rows that were turned, 4 N to 4 N + 3. `row`: kv row of slot 4 N + lane / 8 of these, negative when
-// the slot is invalid, which none is if `All`; `stride`: bytes from one row to the next.
-template <int N, bool All>
+#undef SPARSE_MLA_LINE
+// Add four of the rows that were turned, 4 N to 4 N + 3, or with `Store` write them. `row`: row of dkv of slot
+// 4 N + lane / 8 of these, negative when the slot is invalid, which none is if `All`; `stride`: bytes from one row to
+// the next.
+template <bool Store, int N, bool All>
 __device__ __forceinline__ void add(const void *shared, long long to, int row, int stride) {
   const unsigned lane = threadIdx.x % 32;
   const char *from = stage(shared) + lane / 8 * 256 + ((lane % 8 * 16) ^ (lane / 8 * 32)) + 1024 * N;
@@ -105,8 +116,8 @@ __device__ __forceinline__ void add(const void *shared, long long to, int row, i
                "}"
                : "=l"(at)
                : "r"(row), "r"(stride), "l"(to));
-  add_line<All, 0>(at, row, left);
-  add_line<All, 128>(at, row, right);
+  add_line<Store, All, 0>(at, row, left);
+  add_line<Store, All, 128>(at, row, right);
 }
 // Whether a warp finds no invalid slot among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
@@ -125,6 +136,30 @@ __device__ __forceinline__ void leave_unless(bool stay) {
 }  // namespace sparse_mla
 """
 
+SUBNORMAL = r"""
+namespace sparse_mla {
+// Arithmetic that keeps what lies below fp32's normal range, as where a sink leaves little of out. The compiler's own
+// flushes it to 0.
+__device__ __forceinline__ float product(float a, float b) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float add_product(float sum, float a, float b) {
+  asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+__device__ __forceinline__ float warp_sum(float sum) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
+    asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
+  }
+  return sum;
+}
+}  // namespace sparse_mla
+"""
+
 ROW_SCALE = r"""
 namespace sparse_mla {
 // A warpgroup's accumulators in the m64 layout: a lane holds two rows, 8 apart, two columns of each at a time.
@@ -137,6 +172,19 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
   }
+}
+// w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
+// number wherever the result is not 0.
+__device__ __forceinline__ float weight_over(float sum, float gap) {
+  const float root = exp2f(fabsf(gap) * -0.72134752f);  // exp(-|gap| / 2)
+  const float larger = 1.f / (sum * (1.f + root * root));
+  return gap < 0.f ? product(larger * root, root) : larger;
+}
+__device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
+  float *o = static_cast<float *>(accumulator);
+  const float *s = static_cast<const float *>(factors);
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
 }
 // sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
 __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {
@@ -165,29 +213,27 @@ VECTOR_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// Sum of the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
+// `sum` and the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
 // whose strides are run-time values.
-__device__ __forceinline__ float dot8_bf16(const void *a, const void *b) {
+__device__ __forceinline__ float dot8_bf16(float sum, const void *a, const void *b) {
   const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
   const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum = fmaf(__uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16), sum);
-    sum = fmaf(__uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u), sum);
+    sum = add_product(sum, __uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16));
+    sum = add_product(sum, __uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u));
   }
   return sum;
 }
-__device__ __forceinline__ float dot8_fp16(const void *a, const void *b) {
+__device__ __forceinline__ float dot8_fp16(float sum, const void *a, const void *b) {
   const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
   const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&u[i]));
     const float2 q = __half22float2(*reinterpret_cast<const __half2 *>(&v[i]));
-    sum = fmaf(p.x, q.x, sum);
-    sum = fmaf(p.y, q.y, sum);
+    sum = add_product(sum, p.x, q.x);
+    sum = add_product(sum, p.y, q.y);
   }
   return sum;
 }
