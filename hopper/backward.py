@@ -321,9 +321,10 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                # kv_ready and rows_ready tell of these too.
-                load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
+                # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
+                if blocks > 0:
+                    load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                    load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
                 if lane < ROWS:
                     token, head = if_exists(lane, TOKENS, heads, left)
                     for v in T.unroll(3):
