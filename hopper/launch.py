@@ -5,17 +5,30 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
+from ..union_lists import (
+    SAMPLES,
+    TOKENS_PER_TILE,
+    GroupCosts,
+    UnionPlan,
+    sample_plan_of,
+    sample_step,
+    union_plan_of,
+    union_plans,
+)  # fmt: skip
 from .plan import (
     BLOCK_K,
     CHUNK,
@@ -25,11 +38,9 @@ from .plan import (
     ROWS,
     SMEM_LIMIT,
     THREADS,
-    TOKENS_PER_TILE,
-    UNION_SIZES,
-    UNION_WIDTH,
     Plan,
-    UnionPlan,
+    SumPlan,
+    TermPlan,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -39,16 +50,16 @@ if TYPE_CHECKING:
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
-# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl). A sample is 32
-# tiles and 2**-2 of the rows of kv. What a slot of a tile of several tokens costs beside one of a single token, by rows
-# of kv: masks cost, rising rows save as kv leaves the L2.
-SAMPLES, SAMPLE_STEP = 32, 2
-GROUPED_SLOT_COST = {16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}
-# Share of an ungrouped forward: lists of 8 tokens a tile, those per row of kv, and the kernel that leaves at once.
-LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
+# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
+COSTS = GroupCosts(
+    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015
+)
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts, and
+# multiprocessors left to the sums of one part beside the main kernel of the next.
+WORKSPACE, TERM_SORT_BYTES, SUM_CTAS = 240 << 20, 48, 24
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -70,26 +81,6 @@ def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
 def sorts_rows(problem: Problem) -> bool:
     """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
     return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
-
-
-def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
-    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
-    name, least = _name(index_dtype), min(UNION_SIZES)
-    return [
-        UnionPlan(tokens, name, least, UNION_WIDTH),
-        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
-    ]
-
-
-def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
-    """The one for a problem."""
-    plans = union_plans(tokens, problem.index_dtype)
-    return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
-
-
-def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
-    """The same for the kernel that looks at a sample."""
-    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -163,6 +154,8 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
             build.kernel("union_samples", sample_plan_of(problem, tokens))
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
+    if backward and torch.are_deterministic_algorithms_enabled():
+        _ordered_kernels(problem)
 
 
 @functools.cache
@@ -193,19 +186,13 @@ def _tiles(problem: Problem) -> int:
 
 def group_size(problem: Problem) -> int:
     """Most tokens whose heads fill a tile: what is tried where the config does not say."""
-    return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= ROWS), default=1)
+    return union_lists.group_size(problem, ROWS)
 
 
 def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
-    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays: lists, waves and masks."""
-    units = env.multiprocessors(device)
-    single = problem.B * problem.S * problem.G
-    waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
-    # Few tokens a tile make more lists: twice the cost at 2 tokens.
-    lists = (LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + EXIT_COST
-    slot = next(cost for rows, cost in GROUPED_SLOT_COST.items() if problem.S_kv <= rows)
+    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays."""
     gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
-    return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
+    return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
 def make_lists(
@@ -221,7 +208,7 @@ def make_lists(
     samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
     if decide:
         small = sample_plan_of(problem, tokens)
-        step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
+        step = sample_step(problem, small)
         lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
         _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
     return _lists(
@@ -332,6 +319,128 @@ def fwd(
     return out, lse
 
 
+class Parts(NamedTuple):
+    """How a deterministic backward goes through a call: some tokens at a time, and parts of their lists.
+
+    `tokens` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
+    """
+
+    tokens: int
+    slots: int
+    parts: int
+    sorted: int
+
+
+def parts_of(problem: Problem, multiprocessors: int) -> Parts:
+    """Terms of two parts, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+    terms, state = BLOCK_K * 2 * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    to_sort = BLOCK_K * TERM_SORT_BYTES
+    blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
+    wave, lists = max(1, multiprocessors - SUM_CTAS), WORKSPACE // (blocks * (terms + to_sort))
+    groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
+    tokens = -(-problem.S // groups)
+    ctas = tokens * a_token
+    left = WORKSPACE // ctas - (0 if ctas <= lists else state)
+    if left < terms + to_sort:
+        raise UnsupportedError(
+            f"deterministic=True on sm90 takes up to {WORKSPACE // (state + terms + to_sort)} "
+            f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
+        )
+    # All parts of a list are sorted together where that takes no more than an eighth.
+    kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
+    parts = -(-blocks // max(1, (left - kept) // terms))
+    slots = -(-blocks // parts)
+    return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
+
+
+def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
+    """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
+    plans = {
+        "backward": dataclasses.replace(plan_of(problem), ordered=True),
+        "term_rows": TermPlan(_name(problem.index_dtype)),
+        "ordered_sums": SumPlan(problem.D),
+    }
+    return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+class _Beside:
+    """A second stream beside the current one, for work that may overlap; on a CPU all is one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+
+    def done(self) -> torch.cuda.Event | None:
+        """What the current stream, the second one inside `running`, has been given so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self.stream else None
+
+    def running(self) -> AbstractContextManager:
+        """Inside, the second stream is the current one."""
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """The current stream waits."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _in_order(
+    problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
+    scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
+) -> None:  # fmt: skip
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part.
+
+    A second stream sorts, and adds the terms of a part while the main kernel writes those of the next: two buffers.
+    """
+    device, tiles, D, units = q.device, _tiles(problem), problem.D, env.multiprocessors(q.device)
+    tokens, slots, parts, sorted_parts = parts_of(problem, units)
+    rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
+    terms = torch.empty((2, ctas * slots, D), dtype=torch.float32, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if parts > 1:
+        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
+    bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    lengths = lengths.clamp(min=0)
+    nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
+    backward, number, add = _ordered_kernels(problem)
+    beside = _Beside(device)
+    ready, added, buffer = beside.done(), [None, None], 0
+    for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
+        some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
+        size = ctas // tokens * some * slots
+        with beside.running():
+            beside.wait(ready)
+            row_of = torch.empty(count * size, dtype=torch.int32, device=device)
+            number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
+            row_of, order = row_of.sort(stable=True)
+            starts = torch.searchsorted(row_of, bounds, out_int32=True)
+        for part in range(first, first + count):
+            slot, last = part * slots, token + some == problem.S and part == parts - 1
+            taken = indices[:, token : token + some, :, slot : slot + slots]
+            left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
+            beside.wait(added[buffer])
+            backward(
+                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq,
+                terms[buffer].view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token, slots,
+                int(part == 0), int(part == parts - 1), *flags,
+            )  # fmt: skip
+            written = beside.done()
+            with beside.running():
+                beside.wait(written)
+                where = (part - first) * (rows + 1), (part - first) * size
+                add(terms[buffer], order, starts, dkv.view(rows, D), *where, units if last else SUM_CTAS)
+                added[buffer] = beside.done()
+            buffer = 1 - buffer
+    for event in added:
+        beside.wait(event)
+
+
 def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
@@ -342,12 +451,10 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
+    Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
+    `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
+    that 8 bytes per row of kv and part of a list.
     """
-    if deterministic:
-        raise UnsupportedError(
-            "the sm90 backward adds dkv in no fixed order: deterministic=True is not supported; "
-            "backend='reference' is deterministic"
-        )
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
@@ -357,12 +464,17 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
-        build.kernel("backward", gather.plan(problem))(
-            q, kv, dout, *gather.tensors, stats, dq, acc,
-            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0,
-            *gather.flags,
-        )  # fmt: skip
+    scales = (scale_log2, float(sm_scale))
+    if deterministic:
+        _in_order(problem, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions)
+    else:
+        nothing = _scalar(device, 0.0, torch.float32)
+        for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
+            build.kernel("backward", gather.plan(problem))(
+                q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
+                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 1, 1,
+                *gather.flags,
+            )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
-TOKENS_PER_TILE = (1, 2, 4, 8, 16)
-# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
-UNION_SIZES = {32_768: 512, 196_608: 1024}
-UNION_WIDTH = 16  # bits of a row where all rows of kv fit the smallest; else one for each token
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
@@ -35,13 +31,15 @@ class Plan:
     """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values.
 
     With `tokens` above 1 a tile's rows are that many neighbouring tokens, each with its heads padded to
-    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32.
+    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32. An `ordered` backward
+    stores the terms of dkv instead of adding them (`ordered.py`).
     """
 
     D: int
     dtype: str
     index_dtype: str
     tokens: int = 1
+    ordered: bool = False
 
     @property
     def forward_smem(self) -> dict[str, int]:
@@ -70,26 +68,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class UnionPlan:
-    """What the kernel of the union lists is compiled for: as many rows of kv at a time as have their bits in `size`.
+class TermPlan:
+    """What the kernel that numbers the rows of dkv's terms is compiled for."""
 
-    A row has `width` bits, at least one for every token of a tile.
-    """
-
-    tokens: int
     index_dtype: str
-    size: int
-    width: int
 
-    @property
-    def words(self) -> int:
-        return self.size // 4
 
-    @property
-    def span(self) -> int:
-        """Rows of kv at a time."""
-        return self.size * 8 // self.width
+@dataclass(frozen=True)
+class SumPlan:
+    """What the kernel that adds the terms in order is compiled for."""
 
-    @property
-    def threads(self) -> int:
-        return UNION_SIZES[self.size]
+    D: int

@@ -292,8 +292,10 @@ def test_warmup_asks_the_backend_for_both_flavours(
 # -- the config table ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", config.TABLE, ids=lambda row: f"{row.architecture}-{row.D}-{row.heads}")
-def test_every_row_of_the_table(row: config.ConfigRow) -> None:
+@pytest.mark.parametrize(
+    "row", (*config.measured(), *config.TABLE), ids=lambda row: f"{row.architecture}-{row.D}-{row.heads}-{row.K}"
+)
+def test_every_row_of_the_table(row: config.ConfigRow, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reason and measurement given, ranges sane, values that a config may have, and not hidden by an earlier row."""
     assert row.reason and row.figure
     assert row.architecture in dispatch.BACKENDS
@@ -302,6 +304,11 @@ def test_every_row_of_the_table(row: config.ConfigRow) -> None:
     assert set(row.D) <= {D for D, _ in KERNEL_DIMS} or row.architecture == "reference"
     assert config.decode(row.config.encode()) == row.config
     problem = replace(PROBLEM, H=low, **({"D": row.D[0]} if row.D else {}))
+    if row in config.measured():
+        problem = replace(problem, K=row.K[0], S_kv=row.S_kv[0])
+    else:
+        # The rows of `config.TABLE` hold where nothing was measured.
+        monkeypatch.setattr(config, "measured", tuple)
     assert config.choose(row.architecture, problem, NOTHING) == (row.config, row)
 
 
@@ -314,8 +321,8 @@ def test_every_problem_has_a_row(heads: int, D: int, dtype: torch.dtype) -> None
     for architecture in {row.architecture for row in config.TABLE}:
         filled, row = config.choose(architecture, problem, NOTHING)
         assert row.holds_for(architecture, problem)
-        # On Hopper the device decides.
-        assert (filled.tokens_per_tile is None) == (architecture == "sm90")
+        # With kernels of our own the device decides.
+        assert (filled.tokens_per_tile is None) == (architecture in ("sm90", "sm100"))
 
 
 def test_the_callers_fields_win_over_the_table() -> None:
