@@ -208,7 +208,7 @@ def build(plan: Plan) -> PrimFunc:
 
                 idx = T.alloc_local([8], idx_t)
                 rows = T.alloc_local([8], "int64")
-                ok = T.alloc_local([8], "bool")
+                ok = T.alloc_local([8], "int32")
                 for j in T.unroll(8):
                     slot = j // 4 * BLOCK_K + j % 4 * 16 + r0
                     idx[j] = -1
@@ -217,8 +217,8 @@ def build(plan: Plan) -> PrimFunc:
 
                 for i in T.serial(pairs):
                     for j in T.unroll(8):
-                        ok[j] = (T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit)
-                        row = T.if_then_else(ok[j], T.cast(idx[j], i64), T.cast(0, i64))
+                        ok[j] = T.cast((T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit), "int32")
+                        row = T.if_then_else(ok[j] != 0, T.cast(idx[j], i64), T.cast(0, i64))
                         rows[j] = T.call_extern("int64", "sparse_mla::kept", T.address_of(KV[b, row, g, c0]))
                         slot = (i + 1) * 2 * BLOCK_K + j // 4 * BLOCK_K + j % 4 * 16 + r0
                         idx[j] = -1

@@ -74,7 +74,7 @@ namespace sparse_mla {
 template <int Steps>
 __device__ __forceinline__ void gather_rows(const void *to, const void *rows, const void *valid, int block, int first) {
   const long long *row = static_cast<const long long *>(rows) + 4 * block;
-  const signed char *ok = static_cast<const signed char *>(valid) + 4 * block;
+  const int *ok = static_cast<const int *>(valid) + 4 * block;
   const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
 #pragma unroll
   for (int r = 0; r < 4; ++r)
@@ -179,7 +179,7 @@ namespace sparse_mla {
 // Which of a block's 64 slots are valid: bit 8 j + r of word w for row 16 r + 4 w + j, which is how the copy warps w
 // hold them, eight lanes a row.
 __device__ __forceinline__ void say_valid(const void *valid, const void *words, int block) {
-  const signed char *ok = static_cast<const signed char *>(valid) + 4 * block;
+  const int *ok = static_cast<const int *>(valid) + 4 * block;
   unsigned word = 0;
 #pragma unroll
   for (int r = 0; r < 4; ++r) word |= (__ballot_sync(0xffffffffu, ok[r] != 0) & 0x01010101u) << r;
