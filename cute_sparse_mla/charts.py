@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 PALETTE = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
-WIDTH, HEIGHT = 720, 400  # of a panel
-LEFT, TOP, RIGHT, BOTTOM = 64, 44, 200, 44  # margins; the right one holds the legend
+WIDTH, HEIGHT = 760, 400  # of a panel
+LEFT, TOP, RIGHT, BOTTOM = 64, 44, 240, 44  # margins; the right one holds the legend
+COLUMNS = 2  # panels side by side
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,13 @@ def _round_steps(low: float, high: float) -> list[float]:
     return [number * step for number in range(math.floor(low / step), math.ceil(high / step - 1e-9) + 1)]
 
 
-def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, left: float = 0.0) -> list[str]:
-    """The elements of one chart whose left edge lies at `left`."""
+def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, corner: tuple[float, float] = (0.0, 0.0)) -> list[str]:
+    """The elements of one chart whose upper left corner lies at `corner`; lines without points are left out."""
+    head = f'<text x="{LEFT}" y="24" font-size="14">{escape(title)}</text>'
+    parts = [f'<g transform="translate({corner[0]:.0f} {corner[1]:.0f})">', head]
     drawn = [line for line in lines if line.points]
+    if not drawn:
+        return [*parts, f'<text x="{LEFT}" y="{TOP + 20}">nothing measured</text>', "</g>"]
     x = x.fitted([point[0] for line in drawn for point in line.points])
     y = y.fitted([point[1] for line in drawn for point in line.points])
     wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
@@ -79,10 +84,6 @@ def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, left: float = 0.0
     def at(point: tuple[float, float]) -> tuple[float, float]:
         return LEFT + wide * x.place(point[0]), bottom - high * min(max(y.place(point[1]), 0.0), 1.0)
 
-    parts = [
-        f'<g transform="translate({left:.0f} 0)">',
-        f'<text x="{LEFT}" y="24" font-size="14">{escape(title)}</text>',
-    ]
     for tick in y.ticks:
         height = bottom - high * y.place(tick)
         parts.append(f'<path d="M{LEFT} {height:.1f}H{LEFT + wide}" stroke="#ddd"/>')
@@ -106,7 +107,10 @@ def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, left: float = 0.0
             row = TOP + 12 + 18 * labelled
             start = LEFT + wide + 12
             dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-            parts.append(f'<path d="M{start} {row - 4}h16" stroke="{line.colour}" stroke-width="2"{dash}/>')
+            pale = ' stroke-opacity="0.2"' if line.faint else ""
+            parts.append(f'<path d="M{start} {row - 4}h16" stroke="{line.colour}" stroke-width="2"{dash}{pale}/>')
+            if line.dots:
+                parts.append(f'<circle cx="{start + 8}" cy="{row - 4}" r="3" fill="{line.colour}"/>')
             parts.append(f'<text x="{start + 20}" y="{row}" fill="{line.colour}">{escape(line.label)}</text>')
             labelled += 1
     return [*parts, "</g>"]
@@ -118,12 +122,14 @@ def _short(value: float) -> str:
 
 
 def picture(*panels: tuple[str, Sequence[Line], Axis, Axis]) -> str:
-    """An SVG of charts side by side, each `(title, lines, x, y)`."""
-    width = WIDTH * len(panels)
+    """An SVG of charts, `COLUMNS` in a row, each `(title, lines, x, y)`."""
+    columns = min(COLUMNS, len(panels))
+    width, height = WIDTH * columns, HEIGHT * -(-len(panels) // columns)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="{width}" height="{HEIGHT}" fill="white"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12">\n<rect width="{width}" height="{height}" fill="white"/>'
     ]
     for number, (title, lines, x, y) in enumerate(panels):
-        parts += panel(title, lines, x, y, WIDTH * number)
+        row, column = divmod(number, columns)
+        parts += panel(title, lines, x, y, (WIDTH * column, HEIGHT * row))
     return "\n".join([*parts, "</svg>\n"])

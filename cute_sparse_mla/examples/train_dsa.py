@@ -253,8 +253,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     device, svg = given.pop("device") or arguments.default_device(), given.pop("svg")
     s = Settings(**given)
-    if s.steps <= s.warmup:
-        print(f"note: the sparse model selects from step {s.warmup} on, so {s.steps} steps are dense; see --warmup")
     curves: dict[str, Sequence[float]] = {}
     for name, sparse in (("dense", False), (f"sparse, top {s.topk}", True)):
         started = time.perf_counter()
