@@ -101,10 +101,18 @@ class Implementation(ABC):
 
 class _OursCall(Call):
     def __init__(
-        self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels]
-    ) -> None:
+        self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels],
+        planned: bool,
+    ) -> None:  # fmt: skip
         super().__init__(inputs)
         self.options = {**inputs.options, **options}
+        if planned:
+            i = inputs
+            self.options["plan"] = cute_sparse_mla.plan(
+                i.indices, i.kv.shape, i.q.shape[-2] // i.kv.shape[-2], causal=i.causal, q_positions=i.q_positions,
+                topk_length=i.topk_length, tokens_per_tile=options["config"].tokens_per_tile,
+                backend=options["backend"],
+            )  # fmt: skip
         self.deterministic = deterministic
         self.kernels = kernels
 
@@ -174,17 +182,18 @@ class _PaddedCall(_OursCall):
 class Ours(Implementation):
     """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart.
 
-    `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does; `plan` gives
-    calls a plan made beforehand; `pad_heads=N` pads q and dout in global memory.
+    `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does; `plan` makes
+    the lists of token groups ahead, once for forward and backward, outside their times; `pad_heads=N` pads q and dout
+    in global memory.
     """
 
     def __init__(self, settings: str = "", backend: str | None = None) -> None:
         self.name = f"ours:{settings}" if settings else "ours"
         self.version = cute_sparse_mla.__version__
-        self.deterministic = False
+        self.deterministic = self.planned = False
         self.kernels: Callable[[], Kernels] = nullcontext
         self.backend = backend
-        self.planned, self.pad_heads = False, 0
+        self.pad_heads = 0
         names = {field.name for field in fields(SparseAttentionConfig)}
         chosen: dict[str, Any] = {}
         for setting in filter(None, settings.split(",")):
@@ -202,16 +211,8 @@ class Ours(Implementation):
             elif key in names and value:
                 chosen[key] = int(value) if value.isdecimal() else value
             else:
-                known = ", ".join(
-                    (
-                        "deterministic",
-                        "fixed_shapes",
-                        "plan",
-                        "pad_heads=...",
-                        "backend=...",
-                        *(f"{name}=..." for name in sorted(names)),
-                    )
-                )
+                own = ("deterministic", "fixed_shapes", "plan", "pad_heads=...", "backend=...")
+                known = ", ".join([*own, *(f"{name}=..." for name in sorted(names))])
                 raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
         self.settings = SparseAttentionConfig(**chosen)
 
@@ -232,17 +233,8 @@ class Ours(Implementation):
         return "" if answer.ok else answer.reason
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Call:
-        options, rest = self._options(), (self.deterministic, self.kernels)
-        if self.planned:
-            i = inputs
-            options["plan"] = cute_sparse_mla.plan(
-                i.indices, i.kv.shape, problem.heads_per_group, causal=i.causal, q_positions=i.q_positions,
-                topk_length=i.topk_length, tokens_per_tile=self.settings.tokens_per_tile,
-                backend=self.backend,
-            )  # fmt: skip
-        return (
-            _PaddedCall(inputs, self.pad_heads, options, *rest) if self.pad_heads else _OursCall(inputs, options, *rest)
-        )
+        rest = (self._options(), self.deterministic, self.kernels, self.planned)
+        return _PaddedCall(inputs, self.pad_heads, *rest) if self.pad_heads else _OursCall(inputs, *rest)
 
     def config(self, inputs: Inputs) -> dict[str, str]:
         i, q, options = inputs, inputs.q, inputs.options
