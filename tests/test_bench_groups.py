@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import groups
+from bench import groups, suites
 from bench.shapes import plain_shape
 from bench.timing import Spread
 
@@ -15,7 +15,7 @@ FOUND = {"kind": "groups", "tokens_per_tile": 8, "slots": [800, 200], "chosen": 
 
 
 def test_gains_are_against_token_by_token_of_the_same_pass() -> None:
-    times = (("ours", "fwd", 2.0), (groups.SINGLE, "fwd", 6.0), ("flash_mla", "fwd", 5.0), ("ours", "bwd", None))
+    times = (("ours", "fwd", 2.0), (suites.SINGLE, "fwd", 6.0), ("flash_mla", "fwd", 5.0), ("ours", "bwd", None))
     rows = groups.with_gains([{"impl": impl, "pass": which, "ms": ms} for impl, which, ms in times], FOUND)
     assert [row["gain"] for row in rows] == [3.0, 1.0, None, None]
     assert rows[0]["share"] == 0.75 and all(row["implied"] == 4.0 and row["kind"] == "groups" for row in rows)
@@ -46,7 +46,7 @@ def test_a_run_where_nothing_is_grouped(
     assert groups.main(["--only", "6 x 40", "--reps", "1", "--verify-tokens", "2", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(row["impl"], row["pass"]) for row in rows} == {
-        (impl, which) for impl in (groups.AS_IT_COMES, groups.PLANNED, groups.SINGLE) for which in ("fwd", "bwd")
+        (impl, which) for impl in (groups.AS_IT_COMES, suites.PLANNED, suites.SINGLE) for which in ("fwd", "bwd")
     }
     assert all(row["tokens_per_tile"] == 1 and row["implied"] is None and row["ok"] for row in rows)
     assert "6 x 40" in capsys.readouterr().out
