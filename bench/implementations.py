@@ -65,6 +65,19 @@ class Call(ABC):
         return ""
 
 
+class ContractCall(Call):
+    """A call whose native state and gradients are the contract's."""
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        return state
+
+    def gradients(self, native: Any) -> Gradients:
+        return native
+
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        return out, lse
+
+
 class Implementation(ABC):
     """Something that computes the forward, the backward, or both."""
 
@@ -99,7 +112,7 @@ class Implementation(ABC):
 # -- ours ----------------------------------------------------------------------------------------------------------
 
 
-class _OursCall(Call):
+class _OursCall(ContractCall):
     def __init__(
         self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels],
         planned: bool,
@@ -127,15 +140,6 @@ class _OursCall(Call):
             return cute_sparse_mla.bwd(
                 i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, deterministic=self.deterministic, **self.options
             )
-
-    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
-        return state
-
-    def gradients(self, native: Any) -> Gradients:
-        return native
-
-    def adopt(self, out: Tensor, lse: Tensor) -> Any:
-        return out, lse
 
 
 class _PaddedCall(_OursCall):

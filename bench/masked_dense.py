@@ -14,12 +14,12 @@ from torch import Tensor
 from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.problem import Problem
 
-from .implementations import Call, Gradients, Implementation
+from .implementations import Call, ContractCall, Implementation
 
 SCORES_LIMIT = 8 << 30  # bytes of the fp32 scores of all heads; a few tensors of this size live at a time
 
 
-class _MaskedDenseCall(Call):
+class _MaskedDenseCall(ContractCall):
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
         self.rows = valid_rows(inputs)
@@ -51,15 +51,6 @@ class _MaskedDenseCall(Call):
         dkv[:, : i.d_v] += torch.einsum("ths,thd->sd", p_hat * w, dout)
         d_sink = None if i.attn_sink is None else -((1 - w) * delta)[..., 0].sum(0)
         return dq.to(i.q.dtype), dkv[:, None].to(i.kv.dtype), d_sink
-
-    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
-        return state
-
-    def gradients(self, native: Any) -> Gradients:
-        return native
-
-    def adopt(self, out: Tensor, lse: Tensor) -> Any:
-        return out, lse
 
 
 def valid_rows(inputs: Inputs) -> Tensor:

@@ -98,7 +98,7 @@ def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, corner: tuple[flo
     for line in drawn:
         places = [at(point) for point in line.points]
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-        style = 'stroke-opacity="0.2"' if line.faint else 'stroke-width="2"'
+        style = 'stroke-opacity="0.35"' if line.faint else 'stroke-width="2"'
         style += ' stroke-dasharray="5 4"' if line.dashed else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{line.colour}" {style}/>')
         if line.dots:
@@ -107,7 +107,7 @@ def panel(title: str, lines: Sequence[Line], x: Axis, y: Axis, corner: tuple[flo
             row = TOP + 12 + 18 * labelled
             start = LEFT + wide + 12
             dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-            pale = ' stroke-opacity="0.2"' if line.faint else ""
+            pale = ' stroke-opacity="0.35"' if line.faint else ""
             parts.append(f'<path d="M{start} {row - 4}h16" stroke="{line.colour}" stroke-width="2"{dash}{pale}/>')
             if line.dots:
                 parts.append(f'<circle cx="{start + 8}" cy="{row - 4}" r="3" fill="{line.colour}"/>')
