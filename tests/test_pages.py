@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench import cli, pages, plots, suites, tables
-from bench.harness import ROW_FIELDS, work
+import cute_sparse_mla
+from bench import cli, pages, plots, suites, tables, timing
+from bench.harness import ROW_FIELDS, input_bytes, work
+from bench.shapes import ALL_MODELS, draw, model_shape
 
 H200 = "NVIDIA H200"
 
@@ -93,8 +95,8 @@ def test_pictures(results: tables.Results, name: str) -> None:
 
 def test_pages_without_rows_are_empty_not_wrong() -> None:
     nothing = replace(tables.load(), measured=[])
-    for draw in (*tables.TABLES.values(), *plots.PICTURES.values()):
-        assert "nan" not in draw(nothing)
+    for made in (*tables.TABLES.values(), *plots.PICTURES.values()):
+        assert "nan" not in made(nothing)
 
 
 def test_measuring_replaces_a_suite_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +138,36 @@ def test_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "old" not in text and text.startswith("a\n<!-- figures: v4 -->\n| T |") and "<!-- end -->\nb\n" in text
     with pytest.raises(SystemExit):
         pages.main(["--peer", "x=y"])
+
+
+PUBLISHED_PEAK_MB = 2114.0  # of 4096 tokens and 64 heads, on a GB200
+
+
+def test_the_committed_peak_is_below_the_published_one() -> None:
+    figures = [f for f in tables.v4_figures(tables.load(), [4096]) if f.heads == 64 and not f.form]
+    assert [f.peak for f in figures if f.where == "GB200, published"] == [PUBLISHED_PEAK_MB]
+    measured = [f.peak for f in figures if f.where == "H200, measured"]
+    assert len(measured) == 1 and measured[0] is not None and measured[0] < PUBLISHED_PEAK_MB
+
+
+@pytest.mark.sm90
+def test_peak_memory_of_the_v4_contract() -> None:
+    """`max_memory_allocated` of forward and backward, the call's tensors included, is what the table says."""
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated()
+    inputs = draw(model_shape(ALL_MODELS["v4-flash"], 4096, 4096), torch.device("cuda"))
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out, lse = cute_sparse_mla.fwd(inputs.q, inputs.kv, inputs.indices, d_v=512, **inputs.options)
+        gradients = cute_sparse_mla.bwd(inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, **inputs.options)
+        return out, lse, *gradients
+
+    both()
+    torch.cuda.reset_peak_memory_stats()
+    results = both()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - others) / 1e6
+    assert len(results) == 5 and peak < PUBLISHED_PEAK_MB
+    del results
+    extra = timing.peak_extra_mb(both, inputs.q.device)
+    assert extra is not None and peak == pytest.approx(extra + input_bytes(inputs) / 1e6, rel=0.01)
