@@ -328,14 +328,18 @@ def _predicted(r: Results, which: str) -> str:
     kernels = f"project sm100 {'forward' if which == FWD else 'backward'}"
     lines = []
     for row in r.predicted:
-        if row["kernels"] != kernels or row["tokens"] != V4_TOKENS[0]:
+        if row["kernels"] != kernels:
             continue
+        facts = {"H": row["heads"], "D": row["D"], "K": row["K"], "T": row["tokens"], "rows": "random"}
+        here = [r.ms(which, chip=chip, suite=suite, **facts) for chip in (GB200, H200) for suite in ("v4", "models")]
+        gb200, h200 = here[0] or here[1], here[2] or here[3]
         known = ", ".join(f"{p['ms']:.3f} ({p['source'].partition(',')[0]})" for p in row["published"])
         wheel = number((row["wheel"] or {}).get("predicted_ms"), "{:.3f}")
         ours = f"{row['predicted_ms']:.3f} ({row['tflops']})"
-        lines.append([row["layer"], *(str(row[key]) for key in ("heads", "D", "K")), ours, wheel, known or DASH,
-                      row["limiter"]])  # fmt: skip
-    head = ("layer", "heads", "D", "K", "predicted ms (TFLOP/s)", "cudnn-frontend's, predicted", "published", "limiter")
+        lines.append([row["layer"], *(str(row[key]) for key in ("tokens", "heads", "D", "K")), ours, row["limiter"],
+                      number(gb200, "{:.3f}"), number(h200, "{:.3f}"), wheel, known or DASH])  # fmt: skip
+    head = ("layer", "tokens", "heads", "D", "K", "GB200, predicted ms (TFLOP/s)", "its limiter", "GB200, measured",
+            "H200, measured", "cudnn-frontend's, predicted", "published")  # fmt: skip
     return markdown(head, lines)
 
 
