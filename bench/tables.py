@@ -37,6 +37,7 @@ class Results:
     known: Sequence[Row]  # others' kernels: measured or published beside predicted
     peers: Sequence[Row]
     kernels: Sequence[Row]  # floors and variants of the Hopper kernels
+    groups: Sequence[Row]  # token groups beside peers: `bench.groups`
 
     def ms(self, which: str, impl: str = "ours", chip: str = H200, **facts: Any) -> float | None:
         """Median of one measured pass."""
@@ -65,13 +66,15 @@ class Results:
 def load() -> Results:
     """The committed rows."""
     measured = read_jsonl(PAGES) if PAGES.exists() else []
+    groups = read_jsonl(RESULTS / "groups.jsonl")
     return Results(
         measured,
         read_jsonl(RESULTS / "published.jsonl"),
         read_jsonl(RESULTS / "sm100_predicted.jsonl", RESULTS / "sm100_predicted_backward.jsonl"),
         read_jsonl(RESULTS / "predicted.jsonl"),
-        [*measured, *read_jsonl(RESULTS / "h200.jsonl")],
+        [*measured, *groups, *read_jsonl(RESULTS / "h200.jsonl")],
         read_jsonl(RESULTS / "hopper_h200.jsonl"),
+        groups,
     )
 
 
@@ -223,6 +226,26 @@ def groups(r: Results) -> str:
     return markdown(head, lines)
 
 
+def grouped(r: Results) -> str:
+    """Token groups on text rows beside the peers, interleaved."""
+    times: dict[tuple, dict[tuple[str, str], Row]] = {}
+    for row in r.groups:
+        if row["rows"] == "text" and H200 in row["device"]:
+            size = (NAMES[row["model"]], row["T"], row["S_kv"], row["H"], row["tokens_per_tile"])
+            times.setdefault(size, {})[row["pass"], row["impl"]] = row
+    lines = []
+    for (name, T, S_kv, count, tokens), found in times.items():
+        union = found[FWD, "ours"]["union"][str(tokens)]
+        columns = [
+            (which, impl) for which, peer in ((FWD, "flash_mla"), (BWD, "cudnn")) for impl in (SINGLE, "ours", peer)
+        ]
+        cells = [milliseconds(found[key]["ms"] if key in found else None) for key in columns]
+        lines.append([name, f"{T} x {S_kv}", str(count), str(tokens), number(union), *cells])
+    head = ("layer", "queries x rows", "heads", "tokens a tile", "union / K", "forward alone", "grouped", "FlashMLA",
+            "backward alone", "grouped", "cuDNN")  # fmt: skip
+    return markdown(head, lines)
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +292,7 @@ def other_forms(r: Results) -> str:
 PEER_NAMES = {
     "flash_mla": "FlashMLA", "cudnn": "cuDNN frontend", "tilelang_example": "TileLang example",
     "tilelang_example_128": "TileLang example, 128 threads", "miles_v4": "miles",
+    "tilelang_example_own_barriers": "TileLang example, barriers apart",
 }  # fmt: skip
 
 
@@ -363,7 +387,7 @@ def measured_in(r: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "models": models, "other-forms": other_forms,
-    "peers": peers, "predicted-forward": predicted_forward, "predicted-backward": predicted_backward,
-    "measured-in": measured_in,
+    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
+    "other-forms": other_forms, "peers": peers, "predicted-forward": predicted_forward,
+    "predicted-backward": predicted_backward, "measured-in": measured_in,
 }  # fmt: skip

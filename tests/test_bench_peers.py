@@ -17,7 +17,7 @@ from bench import cli, peers
 from bench.harness import Run, Settings, run_shape
 from bench.implementations import Ours, Pair
 from bench.masked_dense import MaskedDense, valid_rows
-from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128
+from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128, own_barriers
 from bench.shapes import BenchShape, draw
 from cute_sparse_mla.precision import Inputs
 
@@ -350,3 +350,14 @@ def test_masked_dense_bounds_and_repeats() -> None:
     inputs.indices[:, 1] = 0
     assert "twice" in MaskedDense().differs(inputs, "fwd")
     assert "GB" in MaskedDense().unsupported(replace(shape, T=4096, context=65536, H=64).problem(), "fwd", CPU)
+
+
+def test_roles_that_share_a_barrier_get_their_own() -> None:
+    """The last role's numbers change where another role has them too, and nowhere else."""
+    sync = "tl::__sync_thread_partial({}, 128); "
+    first, second = sync.format(3) + sync.format(3), sync.format(4)
+    copies = "tl::warpgroup_reg_dealloc<80>(); " + sync.format(3) + sync.format(6)
+    code = first + second + copies
+    assert own_barriers(code) == first + second + copies.replace("(3, ", "(7, ")
+    apart = first + second + "tl::warpgroup_reg_dealloc<80>(); " + sync.format(5)
+    assert own_barriers(apart) == apart and own_barriers(first) == first
