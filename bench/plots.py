@@ -12,7 +12,7 @@ from .harness import work
 from .implementations import BWD, FWD
 from .shapes import ALL_MODELS, POOLS, model_shape
 from .suites import HEADS, MODEL_TOKENS, PLANNED, SINGLE, TEXT, V4_TOKENS
-from .tables import H200, NAMES, PEER_NAMES, Results, comparisons, v4_figures
+from .tables import H200, NAMES, PEER_NAMES, Results, by_heads, comparisons, v4_figures
 
 Points = list[tuple[float, float]]
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -84,7 +84,7 @@ def heads(r: Results) -> str:
     for which, name in ((FWD, "forward"), (BWD, "backward")):
         lines, rates = [], []
         for (impl, label), colour in zip(WAYS.items(), PALETTE, strict=False):
-            rows = [r.row(which, impl, suite="heads", H=count) for count in HEADS]
+            rows = [by_heads(r).row(which, impl, H=count) for count in HEADS]
             known = [row for row in rows if row]
             lines.append(Line([(row["H"], row["ms"]) for row in known], label, colour, dots=True))
             rates.append(Line([(row["H"], row["tflops"]) for row in known], label, colour, dots=True))
@@ -141,7 +141,7 @@ def roofline(r: Results) -> str:
                 under = [(x, min(y, matrix or y)) for x, y in roof]
                 lines.append(Line(under, f"{what.partition(',')[0]} of single tokens", "#2ca02c", dashed))
         for (impl, label), colour in zip(WAYS.items(), PALETTE[:2], strict=False):
-            rows = [r.row(which, impl, suite="heads", H=count) for count in HEADS]
+            rows = [by_heads(r).row(which, impl, H=count) for count in HEADS]
             lines.append(Line([(row["H"], row["tflops"]) for row in rows if row], label, colour, dots=True))
         intensity = per_head / work(_layer(1), which)[1]
         name = "forward" if which == FWD else "backward"

@@ -7,13 +7,13 @@ the V4 contract count gathered kv once per token, q and out. A figure without ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .implementations import BOTH, BWD, FWD
 from .report import Row, read_jsonl
-from .suites import LAYERS, MODEL_TOKENS, PADDED, PLANNED, SINGLE, V4_MODELS, V4_TOKENS
+from .suites import LAYERS, MODEL_TOKENS, PADDED, PLANNED, SINGLE, TEXT, V4_MODELS, V4_TOKENS
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = RESULTS / "pages.jsonl"  # what `bench.pages --measure` wrote
@@ -211,13 +211,22 @@ def layers(r: Results) -> str:
     return markdown(head, lines)
 
 
+BY_HEADS = {"T": TEXT[0], "S_kv": TEXT[1], "rows": "text", "D": 576, "K": 2048}
+
+
+def by_heads(r: Results) -> Results:
+    """Rows of text by head count: the suite's, or where it was not measured those of `bench.groups` and of layers."""
+    suite = [row for row in r.measured if row["suite"] == "heads"]
+    rows = suite or [*r.groups, *(row for row in r.measured if row["suite"] == "layers")]
+    return replace(r, measured=[row for row in rows if _has(row, BY_HEADS)])
+
+
 def groups(r: Results) -> str:
     """Few heads: tokens alone, in groups, and with a plan."""
-    lines = []
+    r, lines = by_heads(r), []
     for heads in (8, 16, 32):
-        facts: dict[str, Any] = {"suite": "heads", "H": heads}
-        cells = [milliseconds(r.ms(which, impl, **facts)) for which in (FWD, BWD) for impl in (SINGLE, "ours", PLANNED)]
-        row = r.row(FWD, **facts)
+        cells = [milliseconds(r.ms(which, impl, H=heads)) for which in (FWD, BWD) for impl in (SINGLE, "ours", PLANNED)]
+        row = r.row(FWD, H=heads)
         tokens = 64 // heads
         union = number(row["union"][str(tokens)]) if row else DASH
         lines.append([str(heads), str(tokens), union, *cells])
