@@ -199,7 +199,7 @@ def _kv_rows(kv: Tensor) -> tuple[int, int, tuple[int, int, int]]:
 
 def list_plan_of(plan: UnionPlan, arch: str, kind: type[ListPlan] = ListPlan) -> ListPlan:
     """The plan of a kernel of the union lists for one architecture."""
-    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, arch)
+    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, plan.threads, arch)
 
 
 def make_lists(

@@ -34,8 +34,9 @@ from .trace import Trace, record
 
 OUT = ROOT / "bench" / "results" / "sm100_predicted_groups.jsonl"
 QUERIES = 4096
-# (layer, heads of one rank): tensor parallelism 8, 4, 2 and, of GLM-5, none.
+# (layer, heads of one rank): tensor parallelism 8, 4, 2 and, of GLM-5, none. Pairs of CTAs are predicted for GLM-5.
 LAYERS = (*(("glm5", heads) for heads in (8, 16, 32, 64)), *(("v4-flash", heads) for heads in (8, 16, 32)))
+PAIRS = ("glm5",)
 GROUPS = (2, 4, 8, 16)
 CTA_ROWS, MOST_ROWS = 64, 128
 
@@ -162,7 +163,7 @@ def line(layer: str, heads: int, tokens: int) -> dict | None:
     model = MODELS[layer]
     rows, unions = rows_of(layer)
     tile, alone = tile_of(model.D, heads, tokens), tile_of(model.D, heads, 1)
-    if tile is None or alone is None:
+    if tile is None or alone is None or (tile.ctas == 2 and layer not in PAIRS):
         return None
     slots = unions[tokens] * model.K
     samples, lists, ends = _extra(layer, heads, tokens)
