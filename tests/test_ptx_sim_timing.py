@@ -350,7 +350,7 @@ def test_predicted_groups_of_sm100() -> None:
     alone = [row for row in found if row["rows_of_a_tile"] == 64]
     assert all(1.3 < row["forward"]["gain"] < row["backward"]["gain"] < 1.03 * row["implied"] for row in alone)
     assert all(row["forward"]["gain"] < 1.0 for row in found if row["heads"] == 64)
-    # What is tried where the config does not say, as many tokens as fill one CTA, is the fastest of both passes together.
+    # What is tried where the config does not say, as many tokens as fill one CTA, is the fastest of both passes.
     for layer, heads in predicted_sm100_groups.LAYERS:
         rows = [row for row in found if (row["layer"], row["heads"]) == (layer, heads)]
         best = min(rows, key=lambda row: row["forward"]["grouped_ms"] + row["backward"]["grouped_ms"])
