@@ -37,7 +37,7 @@ from .backward_plan import CHUNK, BackwardPlan
 from .forward import HALF_K, KEYS, K_MAJOR, STEP, STEPS, Forward, _global, _named, _next
 from .heads import ROWS_PER_CTA, split
 from .plan import (
-    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP,
+    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP, Area,
 )  # fmt: skip
 
 # Run-time arguments, in order; see `launch.py` for their meaning.
@@ -226,11 +226,13 @@ class Backward(Forward):
         plan = self.plan
         first, tiles, step = work
         q_phase, block_phase, p_phase = Int32(0), Int32(0), Int32(0)
-        phase = Int32(1)
-        early = not plan.shared_sums
+        phase, dp_phase = Int32(1), Int32(1)
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
-            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, True)
+            self.scores(smem, bar, tmem, rank, block_phase, q_phase, True)
+            if const_expr(plan.shared_sums):
+                self.late_scores(smem, bar, tmem, rank, dp_phase, q_phase, True)
+                dp_phase ^= 1
             q_phase ^= 1
             block_phase ^= 1
             for i in cutlass.range(blocks):
@@ -242,11 +244,10 @@ class Backward(Forward):
                 if const_expr(plan.pair):
                     self.dq(smem, bar, tmem, rank, i > 0, last)
                 for chunk in cutlass.range(plan.chunks, unroll=1):
-                    if const_expr(early):
-                        # The next block's softmax runs under the adds of this one's last chunks.
-                        if (chunk == plan.chunks - 1) & (i < blocks - 1):
-                            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
-                            block_phase ^= 1
+                    # The next block's softmax runs under the adds of this one's last chunks.
+                    if (chunk == plan.chunks - 1) & (i < blocks - 1):
+                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
+                        block_phase ^= 1
                     self.dkv(smem, bar, tmem, chunk * (CHUNK // SPAN), False, phase)
                     phase ^= 1
                     if const_expr(not plan.pair):
@@ -255,10 +256,12 @@ class Backward(Forward):
                     if last & ((chunk < plan.chunks - 1) | (self.tails(rank) == 0)):
                         with cute.arch.elect_one():
                             ptx.commit(bar["q_free"] + 8 * chunk, False)
-                if const_expr(not early):
+                if const_expr(plan.shared_sums):
+                    with cute.arch.elect_one():
+                        ptx.commit(bar["p_free"], False, multicast=True)
                     if i < blocks - 1:
-                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
-                        block_phase ^= 1
+                        self.late_scores(smem, bar, tmem, rank, dp_phase, q_phase, False)
+                        dp_phase ^= 1
                 if const_expr(plan.tail):
                     if self.tails(rank) == 1:
                         self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
@@ -267,16 +270,13 @@ class Backward(Forward):
                             with cute.arch.elect_one():
                                 ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
                 with cute.arch.elect_one():
-                    ptx.commit(bar["p_free"], False, multicast=plan.pair)
+                    ptx.commit(bar["ds_free" if plan.shared_sums else "p_free"], False, multicast=plan.pair)
 
     @cute.jit
-    def scores(self, smem, bar, tmem, rank, phase, q_phase, dkv_phase, fresh: cutlass.Constexpr):
-        """S = q K^T and dP = dout V^T over this CTA's columns."""
+    def scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
+        """S = q K^T and dP = dout V^T over this CTA's columns; S alone where tensor memory is short."""
         plan = self.plan
         ptx.wait(bar["kv_full"], phase)
-        if const_expr(plan.shared_sums):
-            ptx.wait(bar["dkv_free"], dkv_phase)
-            ptx.fence_after()
         for chunk in cutlass.range(plan.chunks, unroll=1):
             if const_expr(fresh):
                 ptx.wait(bar["q_full"] + 8 * chunk, q_phase)
@@ -286,7 +286,7 @@ class Backward(Forward):
                 with cute.arch.elect_one():
                     # Alone, the rows of dout follow those of q: S in lanes 0 to 63, dP in 64 to 127.
                     self.score_span(smem["q"] + heads, keys, tmem + plan.tmem["s"].start, span > 0)
-                    if const_expr(plan.pair):
+                    if const_expr(plan.own_exchange):
                         self.score_span(smem["dout"] + heads, keys, tmem + plan.tmem["dp"].start, span > 0)
         if const_expr(plan.tail):
             heads, keys = smem["q"] + plan.spans * 2 * PIECE, smem["kv"] + plan.spans * PIECE
@@ -298,6 +298,19 @@ class Backward(Forward):
                         self.tail_scores(heads, keys, tmem + plan.tmem["s_tail"].start)
         with cute.arch.elect_one():
             ptx.commit(bar["s_ready"], False)
+
+    @cute.jit
+    def late_scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
+        """dP where dout^T P of the block before has been."""
+        plan = self.plan
+        ptx.wait(bar["dp_free"], phase)
+        ptx.fence_after()
+        for span in cutlass.range(plan.spans, unroll=1):
+            with cute.arch.elect_one():
+                heads, keys = smem["dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE
+                self.score_span(heads, keys, tmem + plan.tmem["dp"].start, span > 0)
+        with cute.arch.elect_one():
+            ptx.commit(bar["dp_ready"], False)
 
     @cute.jit
     def score_span(self, heads, keys, d, accumulate):
@@ -359,18 +372,22 @@ class Backward(Forward):
         ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
-            parts = (("ds", "q", self.sums()[0]), ("p", "dout", self.sums()[1]))
-            for operand, heads, d in parts[: 1 if is_tail else 2]:
+            for area in self.sums(is_tail):
+                operand, heads = ("ds", "q") if area.name == "ds_q" else ("p", "dout")
                 for k in cutlass.range_constexpr(plan.ctas * ROWS_PER_CTA // STEP):
                     a = ptx.operand(smem[heads] + span * (2 * PIECE) + k * MN_STEP, **mn_major(2 * PIECE))
                     b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
-                    ptx.mma_rows(tmem + d, a, b, shape, k > 0)
+                    ptx.mma_rows(tmem + area.start, a, b, shape, k > 0)
             ptx.commit(bar["dkv_ready"], False)
 
-    def sums(self) -> tuple[int, int]:
-        """First columns of tensor memory of q^T dS and of dout^T P."""
+    def sums(self, is_tail: bool) -> tuple[Area, ...]:
+        """Where in tensor memory q^T dS and dout^T P are, in the order in which they are read."""
         areas = self.plan.tmem
-        return areas["ds_q"].start, areas["dp" if self.plan.shared_sums else "p_dout"].start
+        if is_tail:
+            return (areas["ds_q"],)
+        if self.plan.shared_sums:
+            return areas["dp"], areas["ds_q"]
+        return areas["ds_q"], areas["p_dout"]
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
     # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
@@ -401,20 +418,31 @@ class Backward(Forward):
 
                 ptx.wait(bar["s_ready"], s_phase)
                 ptx.fence_after()
-                if const_expr(plan.pair):
-                    s, dp = self.sum_halves(smem, bar, tmem, rank, warp, lane, s_phase, p_phase)
+                if const_expr(plan.shared_sums):
+                    own = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("s",), "p", p_phase)
+                elif const_expr(plan.pair):
+                    own = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("s", "dp"), "exchange", s_phase)
                 else:
-                    s, dp = self.sort_halves(smem, bar, tmem, side, warp, lane, p_phase)
-                s_phase ^= 1
+                    own = self.sort_halves(smem, bar, tmem, side, warp, lane, p_phase)
+                s = own[:KEYS]
+                p_hat = []
                 for key in cutlass.range_constexpr(KEYS):
                     p = cute.math.exp2(s[key] * scale_log2 - lse, fastmath=True)
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
+                    p_hat.append(p)
                     s[key] = w * p
-                    dp[key] = p * (w * dp[key] + offset)
                 if const_expr(plan.own_exchange):
                     ptx.wait(bar["p_free"], p_phase)
-                p_phase ^= 1
                 self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
+                if const_expr(plan.shared_sums):
+                    ptx.wait(bar["dp_ready"], s_phase)
+                    ptx.fence_after()
+                    own += self.sum_halves(smem, bar, tmem, rank, warp, lane, ("dp",), "ds", p_phase)
+                dp = own[KEYS:]
+                for key in cutlass.range_constexpr(KEYS):
+                    dp[key] = p_hat[key] * (w * dp[key] + offset)
+                s_phase ^= 1
+                p_phase ^= 1
                 self.store_operand(smem["ds"], rank, row, side * 4 + group * 2, dp)
                 if const_expr(plan.pair):
                     cute.arch.fence_proxy("async")
@@ -427,7 +455,7 @@ class Backward(Forward):
             self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale)
         if const_expr(plan.pair):
             # The other CTA's last signal has come: this one may end.
-            ptx.wait(bar["p_free"], p_phase)
+            ptx.wait(bar["ds_free" if plan.shared_sums else "p_free"], p_phase)
 
     @cute.jit
     def sort_halves(self, smem, bar, tmem, side, warp, lane, p_phase):
@@ -449,34 +477,43 @@ class Backward(Forward):
         for key in cutlass.range_constexpr(KEYS):
             s.append((own[key] if side == 0 else taken[key]) + tail[key])
             dp.append(taken[key] if side == 0 else own[key])
-        return s, dp
+        return s + dp
 
     @cute.jit
-    def sum_halves(self, smem, bar, tmem, rank, warp, lane, phase, p_phase):
-        """(S, dP) of the thread's own keys: this CTA's part and the other's, which gets its own keys' parts."""
+    def sum_halves(
+        self, smem, bar, tmem, rank, warp, lane, names: cutlass.Constexpr, place: cutlass.Constexpr, phase
+    ):
+        """S, dP or both of the thread's own keys: this CTA's part and the other's, which gets its own keys' parts.
+
+        They change hands at `place`: an area of their own, or that of the operand that they become.
+        """
         plan = self.plan
-        s, dp = (tmem + plan.tmem[name].start + warp // 4 * KEYS for name in ("s", "dp"))
-        own = ptx.load_columns(s + rank * HALF_K, KEYS) + ptx.load_columns(dp + rank * HALF_K, KEYS)
-        given = ptx.load_columns(s + (1 - rank) * HALF_K, KEYS) + ptx.load_columns(dp + (1 - rank) * HALF_K, KEYS)
+        own, given = [], []
+        for name in names:
+            columns = tmem + plan.tmem[name].start + warp // 4 * KEYS
+            own += ptx.load_columns(columns + rank * HALF_K, KEYS)
+            given += ptx.load_columns(columns + (1 - rank) * HALF_K, KEYS)
         cute.arch.fence_view_async_tmem_load()
-        if const_expr(not plan.own_exchange):
-            ptx.wait(bar["p_free"], p_phase)
-        here = smem["exchange"] + (warp * (2 * KEYS // 4) * WARP + lane) * 16
+        if const_expr(plan.shared_sums):
+            ptx.wait(bar[place + "_free"], phase)
+        # Of two exchanges a block, the first completes phase 0.
+        turn = Int32(place == "ds") if plan.shared_sums else phase
+        here = smem[place] + (warp * (len(given) // 4) * WARP + lane) * 16
         there = ptx.in_other(here, rank)
-        for vector in cutlass.range_constexpr(2 * KEYS // 4):
+        for vector in cutlass.range_constexpr(len(given) // 4):
             ptx.store_cluster(there + vector * (WARP * 16), given[4 * vector : 4 * vector + 4])
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ptx.arrive(bar["halves_ready"], 1 - rank)
-        ptx.wait_cluster(bar["halves_ready"], phase)
-        for vector in cutlass.range_constexpr(2 * KEYS // 4):
+        ptx.wait_cluster(bar["halves_ready"], turn)
+        for vector in cutlass.range_constexpr(len(given) // 4):
             taken = ptx.load_words(here + vector * (WARP * 16), 4, Float32)
             for i in cutlass.range_constexpr(4):
                 own[4 * vector + i] += taken[i]
-        if const_expr(not plan.own_exchange):
+        if const_expr(plan.shared_sums):
             self.arrive_both(bar["halves_taken"])
-            ptx.wait_cluster(bar["halves_taken"], phase)
-        return own[:KEYS], own[KEYS:]
+            ptx.wait_cluster(bar["halves_taken"], turn)
+        return own
 
     @cute.jit
     def store_operand(self, where, rank, row, chunk, values):
@@ -559,7 +596,8 @@ class Backward(Forward):
                 first_slot = block * BLOCK_K + lane % 4 * 2
                 for chunk in cutlass.range(plan.chunks, unroll=1):
                     there = target + chunk * (CHUNK * 4)
-                    self.add_chunk(bar, lanes, False, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                    is_last = chunk == plan.chunks - 1
+                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, first_slot, phase, sm_scale)
                     phase ^= 1
                 if const_expr(plan.tail):
                     if self.tails(rank) == 1:
@@ -570,47 +608,62 @@ class Backward(Forward):
                                 ptx.arrive(bar["dkv_free"])
                         else:
                             there = target + (D_V - SPAN) * 4
-                            self.add_chunk(bar, lanes, True, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, first_slot, phase, sm_scale)
                         phase ^= 1
                 self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
                 rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
 
     @cute.jit
     def add_chunk(
-        self, bar, lanes, is_tail: cutlass.Constexpr, target, row_bytes, numbers, first_slot, phase, sm_scale
+        self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, first_slot, phase, sm_scale
     ):
         """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
 
         They stand side by side in the sums, so an addition of a warp is four whole lines.
         """
+        plan = self.plan
         ptx.wait(bar["dkv_ready"], phase)
         ptx.fence_after()
-        for half in cutlass.range_constexpr(2):
-            # Register 4 i + 2 j + k of 16 lanes: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k. Parts one after the other:
-            # all at once would spill.
-            sums = []
-            for part, start in enumerate(self.sums()[: 1 if is_tail else 2]):
+        # Where products wait for room in tensor memory, all keys are read before any is added.
+        width = BLOCK_K if plan.shared_sums else HALF_K
+        for start in cutlass.range_constexpr(0, BLOCK_K, width):
+            # Of 16 lanes each. Register 4 i + 2 j + k: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k.
+            sums = [[], []]
+            for area in self.sums(is_tail):
                 for i, first in enumerate((0, WARP // 2)):
-                    found = ptx.load_fragments(lanes + (first << 16) + start + half * HALF_K, HALF_K)
-                    cute.arch.fence_view_async_tmem_load()
-                    if const_expr(part == 0):
-                        sums.append([x * sm_scale for x in found])
-                    else:
-                        sums[i] = [x + y for x, y in zip(sums[i], found, strict=True)]
-            if const_expr(half == 1):
+                    columns = lanes + (first << 16) + area.start + start
+                    sums[i] = self.add_part(columns, width, sm_scale if area.name == "ds_q" else None, sums[i])
+                if const_expr(area.name == "dp"):
+                    if is_last:
+                        ptx.fence_before()
+                        self.arrive_warp(bar["dp_free"])
+            if const_expr(start + width == BLOCK_K):
                 ptx.fence_before()
                 self.arrive_warp(bar["dkv_free"])
-            for eight in cutlass.range_constexpr(HALF_K // 8):
-                key = half * HALF_K + eight * 8
+            for eight in cutlass.range_constexpr(width // 8):
+                key = start + eight * 8
                 found = ptx.load_words(numbers + key * 4, 2)
                 for i in cutlass.range_constexpr(2):
                     at = eight * 4 + i
                     values = (sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2])
-                    if const_expr(self.plan.ordered):
+                    if const_expr(plan.ordered):
                         there = target + Int64(first_slot + key + i) * row_bytes
                         ptx.store_quad(there, values, found[i] >= 0)
                     else:
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
+
+    def add_part(self, columns, width: int, factor, sums: list) -> list:
+        """`sums`, if there are any, and a part of dkv times its factor. In small pieces: all at once would spill."""
+        out = []
+        for start in range(0, width, HALF_K):
+            found = ptx.load_fragments(columns + start, HALF_K)
+            cute.arch.fence_view_async_tmem_load()
+            if factor is not None:
+                found = [x * factor for x in found]
+            if sums:
+                found = [x + y for x, y in zip(sums[len(out) : len(out) + len(found)], found, strict=True)]
+            out += found
+        return out
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale):

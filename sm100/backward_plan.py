@@ -70,6 +70,7 @@ class BackwardPlan(Plan):
             Barrier("halves_ready", ("softmax",)),  # by the other CTA
             *(() if self.own_exchange else (Barrier("halves_taken", ("softmax",), pair=True),)),
         )
+        shared = (Barrier("dp_ready", ("mma",)), Barrier("dp_free", ("epilogue",)), Barrier("ds_free", ("mma",), pair=True))
         return (
             Barrier("q_full", ("gather",), self.chunks),
             Barrier("q_free", ("mma",), self.chunks),
@@ -79,6 +80,7 @@ class BackwardPlan(Plan):
             Barrier("rows_free", ("gather", "softmax", "epilogue"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             *(both if self.pair else ()),
+            *(shared if self.shared_sums else ()),
             Barrier("p_ready", ("softmax",), pair=True),
             Barrier("p_free", ("mma",), pair=True),
             Barrier("dkv_ready", ("mma",)),
