@@ -37,7 +37,7 @@ from .backward_plan import CHUNK, BackwardPlan
 from .forward import HALF_K, KEYS, K_MAJOR, STEP, STEPS, Forward, _global, _named, _next
 from .heads import ROWS_PER_CTA, split
 from .plan import (
-    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP, Area,
+    BLOCK_K, D_V, HALF, ITEM, PIECE, ROLE, ROW_STAGES, SPAN, THREADS, TMEM_COLUMNS, WARP,
 )  # fmt: skip
 
 # Run-time arguments, in order; see `launch.py` for their meaning.
@@ -227,11 +227,12 @@ class Backward(Forward):
         first, tiles, step = work
         q_phase, block_phase, p_phase = Int32(0), Int32(0), Int32(0)
         phase, dp_phase = Int32(1), Int32(1)
+        tail_last = plan.tail and not plan.shared_sums
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
             self.scores(smem, bar, tmem, rank, block_phase, q_phase, True)
             if const_expr(plan.shared_sums):
-                self.late_scores(smem, bar, tmem, rank, dp_phase, q_phase, True)
+                self.late_scores(smem, bar, tmem, dp_phase)
                 dp_phase ^= 1
             q_phase ^= 1
             block_phase ^= 1
@@ -243,6 +244,10 @@ class Backward(Forward):
                 ptx.fence_after()
                 if const_expr(plan.pair):
                     self.dq(smem, bar, tmem, rank, i > 0, last)
+                if const_expr(plan.shared_sums):
+                    if self.tails(rank) == 1:
+                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
+                        phase ^= 1
                 for chunk in cutlass.range(plan.chunks, unroll=1):
                     # The next block's softmax runs under the adds of this one's last chunks.
                     if (chunk == plan.chunks - 1) & (i < blocks - 1):
@@ -253,24 +258,21 @@ class Backward(Forward):
                     if const_expr(not plan.pair):
                         if chunk == 0:
                             self.dq(smem, bar, tmem, rank, i > 0, last)
-                    if last & ((chunk < plan.chunks - 1) | (self.tails(rank) == 0)):
+                    if last & (chunk < plan.chunks - (1 if tail_last else 0)):
                         with cute.arch.elect_one():
                             ptx.commit(bar["q_free"] + 8 * chunk, False)
-                if const_expr(plan.shared_sums):
-                    with cute.arch.elect_one():
-                        ptx.commit(bar["p_free"], False, multicast=True)
-                    if i < blocks - 1:
-                        self.late_scores(smem, bar, tmem, rank, dp_phase, q_phase, False)
-                        dp_phase ^= 1
-                if const_expr(plan.tail):
-                    if self.tails(rank) == 1:
-                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
-                        phase ^= 1
-                        if last:
-                            with cute.arch.elect_one():
-                                ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
+                if const_expr(tail_last):
+                    self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
+                    phase ^= 1
+                    if last:
+                        with cute.arch.elect_one():
+                            ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
                 with cute.arch.elect_one():
-                    ptx.commit(bar["ds_free" if plan.shared_sums else "p_free"], False, multicast=plan.pair)
+                    ptx.commit(bar["p_free"], False, multicast=plan.pair)
+                if const_expr(plan.shared_sums):
+                    if i < blocks - 1:
+                        self.late_scores(smem, bar, tmem, dp_phase)
+                        dp_phase ^= 1
 
     @cute.jit
     def scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
@@ -300,8 +302,8 @@ class Backward(Forward):
             ptx.commit(bar["s_ready"], False)
 
     @cute.jit
-    def late_scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
-        """dP where dout^T P of the block before has been."""
+    def late_scores(self, smem, bar, tmem, phase):
+        """dP, once dout^T P of the block before, which lies there, has been read; S has waited for the operands."""
         plan = self.plan
         ptx.wait(bar["dp_free"], phase)
         ptx.fence_after()
@@ -372,22 +374,12 @@ class Backward(Forward):
         ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
-            for area in self.sums(is_tail):
-                operand, heads = ("ds", "q") if area.name == "ds_q" else ("p", "dout")
+            for operand, heads, d in (("p", "dout", plan.p_dout), ("ds", "q", "ds_q"))[1 if is_tail else 0 :]:
                 for k in cutlass.range_constexpr(plan.ctas * ROWS_PER_CTA // STEP):
                     a = ptx.operand(smem[heads] + span * (2 * PIECE) + k * MN_STEP, **mn_major(2 * PIECE))
                     b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
-                    ptx.mma_rows(tmem + area.start, a, b, shape, k > 0)
+                    ptx.mma_rows(tmem + plan.tmem[d].start, a, b, shape, k > 0)
             ptx.commit(bar["dkv_ready"], False)
-
-    def sums(self, is_tail: bool) -> tuple[Area, ...]:
-        """Where in tensor memory q^T dS and dout^T P are, in the order in which they are read."""
-        areas = self.plan.tmem
-        if is_tail:
-            return (areas["ds_q"],)
-        if self.plan.shared_sums:
-            return areas["dp"], areas["ds_q"]
-        return areas["ds_q"], areas["p_dout"]
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
     # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
@@ -455,7 +447,7 @@ class Backward(Forward):
             self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale)
         if const_expr(plan.pair):
             # The other CTA's last signal has come: this one may end.
-            ptx.wait(bar["ds_free" if plan.shared_sums else "p_free"], p_phase)
+            ptx.wait(bar["p_free"], p_phase)
 
     @cute.jit
     def sort_halves(self, smem, bar, tmem, side, warp, lane, p_phase):
@@ -480,9 +472,7 @@ class Backward(Forward):
         return s + dp
 
     @cute.jit
-    def sum_halves(
-        self, smem, bar, tmem, rank, warp, lane, names: cutlass.Constexpr, place: cutlass.Constexpr, phase
-    ):
+    def sum_halves(self, smem, bar, tmem, rank, warp, lane, names: cutlass.Constexpr, place: cutlass.Constexpr, phase):
         """S, dP or both of the thread's own keys: this CTA's part and the other's, which gets its own keys' parts.
 
         They change hands at `place`: an area of their own, or that of the operand that they become.
@@ -494,8 +484,8 @@ class Backward(Forward):
             own += ptx.load_columns(columns + rank * HALF_K, KEYS)
             given += ptx.load_columns(columns + (1 - rank) * HALF_K, KEYS)
         cute.arch.fence_view_async_tmem_load()
-        if const_expr(plan.shared_sums):
-            ptx.wait(bar[place + "_free"], phase)
+        if const_expr(place == "p"):
+            ptx.wait(bar["p_free"], phase)
         # Of two exchanges a block, the first completes phase 0.
         turn = Int32(place == "ds") if plan.shared_sums else phase
         here = smem[place] + (warp * (len(given) // 4) * WARP + lane) * 16
@@ -593,30 +583,37 @@ class Backward(Forward):
                 ptx.wait(bar["rows_ready"] + 8 * rows_stage, rows_phase)
                 # Of 8 keys, and columns of tensor memory, lane l has two: 2 (l % 4) and the next.
                 numbers = smem["row_numbers"] + (rows_stage * BLOCK_K + lane % 4 * 2) * 4
-                first_slot = block * BLOCK_K + lane % 4 * 2
-                for chunk in cutlass.range(plan.chunks, unroll=1):
-                    there = target + chunk * (CHUNK * 4)
-                    is_last = chunk == plan.chunks - 1
-                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, first_slot, phase, sm_scale)
-                    phase ^= 1
-                if const_expr(plan.tail):
+                base = target
+                if const_expr(plan.ordered):
+                    base += Int64(block * BLOCK_K + lane % 4 * 2) * row_bytes
+                if const_expr(plan.shared_sums):
                     if self.tails(rank) == 1:
-                        # Lanes 0 to 63 have columns that another chunk has added.
-                        if quadrant < 2:
-                            ptx.wait(bar["dkv_ready"], phase)
-                            with cute.arch.elect_one():
-                                ptx.arrive(bar["dkv_free"])
-                        else:
-                            there = target + (D_V - SPAN) * 4
-                            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                        self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
                         phase ^= 1
+                for chunk in cutlass.range(plan.chunks, unroll=1):
+                    there = base + chunk * (CHUNK * 4)
+                    is_last = chunk == plan.chunks - 1
+                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, phase, sm_scale)
+                    phase ^= 1
+                if const_expr(plan.tail and not plan.shared_sums):
+                    self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
+                    phase ^= 1
                 self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
                 rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
 
     @cute.jit
-    def add_chunk(
-        self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, first_slot, phase, sm_scale
-    ):
+    def add_tail(self, bar, lanes, quadrant, target, row_bytes, numbers, phase, sm_scale):
+        """Adds the tail's columns; lanes 0 to 63 have columns that another chunk has added."""
+        if quadrant < 2:
+            ptx.wait(bar["dkv_ready"], phase)
+            with cute.arch.elect_one():
+                ptx.arrive(bar["dkv_free"])
+        else:
+            there = target + (D_V - SPAN) * 4
+            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, phase, sm_scale)
+
+    @cute.jit
+    def add_chunk(self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, phase, sm_scale):
         """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
 
         They stand side by side in the sums, so an addition of a warp is four whole lines.
@@ -624,19 +621,22 @@ class Backward(Forward):
         plan = self.plan
         ptx.wait(bar["dkv_ready"], phase)
         ptx.fence_after()
-        # Where products wait for room in tensor memory, all keys are read before any is added.
-        width = BLOCK_K if plan.shared_sums else HALF_K
+        ds_q, p_dout = plan.tmem["ds_q"].start, plan.tmem[plan.p_dout].start
+        width = BLOCK_K if is_tail else HALF_K
+        given = []
         for start in cutlass.range_constexpr(0, BLOCK_K, width):
-            # Of 16 lanes each. Register 4 i + 2 j + k: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k.
-            sums = [[], []]
-            for area in self.sums(is_tail):
-                for i, first in enumerate((0, WARP // 2)):
-                    columns = lanes + (first << 16) + area.start + start
-                    sums[i] = self.add_part(columns, width, sm_scale if area.name == "ds_q" else None, sums[i])
-                if const_expr(area.name == "dp"):
-                    if is_last:
-                        ptx.fence_before()
-                        self.arrive_warp(bar["dp_free"])
+            if const_expr(not is_tail):
+                for key in cutlass.range_constexpr(len(given), BLOCK_K if plan.reads_ahead else start + width, HALF_K):
+                    given += self.read_sums(lanes + p_dout + key)
+                    if const_expr(plan.shared_sums and len(given) == BLOCK_K):
+                        if is_last:
+                            ptx.fence_before()
+                            self.arrive_warp(bar["dp_free"])
+            sums = []
+            for key in cutlass.range_constexpr(start, start + width, HALF_K):
+                sums += [x * sm_scale for x in self.read_sums(lanes + ds_q + key)]
+            if const_expr(not is_tail):
+                sums = [x + y for x, y in zip(sums, given[start : start + width], strict=True)]
             if const_expr(start + width == BLOCK_K):
                 ptx.fence_before()
                 self.arrive_warp(bar["dkv_free"])
@@ -644,25 +644,21 @@ class Backward(Forward):
                 key = start + eight * 8
                 found = ptx.load_words(numbers + key * 4, 2)
                 for i in cutlass.range_constexpr(2):
-                    at = eight * 4 + i
-                    values = (sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2])
+                    at = eight // 4 * HALF_K + eight % 4 * 4 + i
+                    values = tuple(sums[at + j] for j in (0, 2, 16, 18))
                     if const_expr(plan.ordered):
-                        there = target + Int64(first_slot + key + i) * row_bytes
-                        ptx.store_quad(there, values, found[i] >= 0)
+                        ptx.store_quad(target + (key + i) * (plan.D * 4), values, found[i] >= 0)
                     else:
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
 
-    def add_part(self, columns, width: int, factor, sums: list) -> list:
-        """`sums`, if there are any, and a part of dkv times its factor. In small pieces: all at once would spill."""
+    def read_sums(self, columns) -> list:
+        """32 keys of the warp's lanes 0 to 15 and 16 to 31, 16 registers each: 4 i + 2 j + k is row l // 4 + 8 j and key
+        8 i + 2 (l % 4) + k. One after the other: at once they would spill.
+        """
         out = []
-        for start in range(0, width, HALF_K):
-            found = ptx.load_fragments(columns + start, HALF_K)
+        for first in (0, WARP // 2):
+            out += ptx.load_fragments(columns + (first << 16), HALF_K)
             cute.arch.fence_view_async_tmem_load()
-            if factor is not None:
-                found = [x * factor for x in found]
-            if sums:
-                found = [x + y for x, y in zip(sums[len(out) : len(out) + len(found)], found, strict=True)]
-            out += found
         return out
 
     @cute.jit

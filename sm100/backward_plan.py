@@ -60,6 +60,16 @@ class BackwardPlan(Plan):
         return self.pair and bool(self.tail)
 
     @property
+    def p_dout(self) -> str:
+        """Where in tensor memory dout^T P is."""
+        return "dp" if self.shared_sums else "p_dout"
+
+    @property
+    def reads_ahead(self) -> bool:
+        """dout^T P of all keys is read before any is added, so that dP can be made; registers allow no more."""
+        return self.shared_sums and not self.ordered
+
+    @property
     def own_exchange(self) -> bool:
         """Partial sums have a place of their own: they need not wait for the products of the block before."""
         return self.pair and not self.tail
@@ -70,7 +80,7 @@ class BackwardPlan(Plan):
             Barrier("halves_ready", ("softmax",)),  # by the other CTA
             *(() if self.own_exchange else (Barrier("halves_taken", ("softmax",), pair=True),)),
         )
-        shared = (Barrier("dp_ready", ("mma",)), Barrier("dp_free", ("epilogue",)), Barrier("ds_free", ("mma",), pair=True))
+        shared = (Barrier("dp_ready", ("mma",)), Barrier("dp_free", ("epilogue",)))
         return (
             Barrier("q_full", ("gather",), self.chunks),
             Barrier("q_free", ("mma",), self.chunks),
