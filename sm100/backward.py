@@ -423,16 +423,18 @@ class Backward(Forward):
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
                     p_hat.append(p)
                     s[key] = w * p
-                if const_expr(plan.own_exchange):
-                    ptx.wait(bar["p_free"], p_phase)
-                self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
                 if const_expr(plan.shared_sums):
+                    self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
                     ptx.wait(bar["dp_ready"], s_phase)
                     ptx.fence_after()
                     own += self.sum_halves(smem, bar, tmem, rank, warp, lane, ("dp",), "ds", p_phase)
                 dp = own[KEYS:]
                 for key in cutlass.range_constexpr(KEYS):
                     dp[key] = p_hat[key] * (w * dp[key] + offset)
+                if const_expr(plan.own_exchange):
+                    ptx.wait(bar["p_free"], p_phase)
+                if const_expr(not plan.shared_sums):
+                    self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
                 s_phase ^= 1
                 p_phase ^= 1
                 self.store_operand(smem["ds"], rank, row, side * 4 + group * 2, dp)
@@ -652,7 +654,7 @@ class Backward(Forward):
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
 
     def read_sums(self, columns) -> list:
-        """32 keys of the warp's lanes 0 to 15 and 16 to 31, 16 registers each: 4 i + 2 j + k is row l // 4 + 8 j and key
+        """32 keys of the warp's lanes 0 to 15, then 16 to 31: register 4 i + 2 j + k of 16 is row l // 4 + 8 j and key
         8 i + 2 (l % 4) + k. One after the other: at once they would spill.
         """
         out = []
