@@ -23,8 +23,9 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                                                the last columns    >p_free
     next tile            q, dout, by columns   >q_free    >dq_ready       dq
 
-A pair makes dq first; with a tail, where dout^T P takes the place of dP, its scores of i + 1 come behind the last 128
-columns and before the tail. P and dS are rounded once, dS unscaled.
+A pair makes dq first. With a tail its dout^T P takes the place of dP, so it makes the tail's columns first, and of the
+scores of i + 1 only S before the last columns, dP when their dout^T P has been read (> dp_free): S and then dP become P
+and dS, parts changing hands in between. P and dS are rounded once, dS unscaled.
 """
 
 import cuda.bindings.driver as cuda  # noqa: I001
@@ -219,8 +220,8 @@ class Backward(Forward):
             target = where + span * 2 * PIECE + part * PIECE
             ptx.tensor_load(target, tensor_map, (column, head, token, g, b), full, False)
 
-    # Does: all products. Produces: s_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
-    # Consumes: q_full, kv_full, p_ready, dkv_free.
+    # Does: all products. Produces: s_ready, dp_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
+    # Consumes: q_full, kv_full, p_ready, dkv_free, dp_free.
     @cute.jit
     def mma(self, at, n, by, smem, bar, tmem, rank, work):
         plan = self.plan
@@ -383,7 +384,7 @@ class Backward(Forward):
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
     # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
-    # Consumes: s_ready, rows_ready, p_free, dq_ready; halves_ready, halves_taken.
+    # Consumes: s_ready, rows_ready, p_free, dq_ready; halves_ready, halves_taken, dp_ready.
     @cute.jit
     def softmax(self, at, n, by, smem, bar, tmem, rank, warp, work, scales):
         plan = self.plan
@@ -416,21 +417,20 @@ class Backward(Forward):
                     own = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("s", "dp"), "exchange", s_phase)
                 else:
                     own = self.sort_halves(smem, bar, tmem, side, warp, lane, p_phase)
-                s = own[:KEYS]
-                p_hat = []
+                s, dp, p_hat = own[:KEYS], own[KEYS:], []
                 for key in cutlass.range_constexpr(KEYS):
                     p = cute.math.exp2(s[key] * scale_log2 - lse, fastmath=True)
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
                     p_hat.append(p)
                     s[key] = w * p
+                    if const_expr(not plan.shared_sums):
+                        dp[key] = p * (w * dp[key] + offset)
                 if const_expr(plan.shared_sums):
                     self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
                     ptx.wait(bar["dp_ready"], s_phase)
                     ptx.fence_after()
-                    own += self.sum_halves(smem, bar, tmem, rank, warp, lane, ("dp",), "ds", p_phase)
-                dp = own[KEYS:]
-                for key in cutlass.range_constexpr(KEYS):
-                    dp[key] = p_hat[key] * (w * dp[key] + offset)
+                    dp = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("dp",), "ds", p_phase)
+                    dp = [p * (w * x + offset) for p, x in zip(p_hat, dp, strict=True)]
                 if const_expr(plan.own_exchange):
                     ptx.wait(bar["p_free"], p_phase)
                 if const_expr(not plan.shared_sums):
@@ -557,7 +557,8 @@ class Backward(Forward):
         else:
             ptx.wait(barrier, phase)
 
-    # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d. Produces: dkv_free.
+    # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d.
+    # Produces: dkv_free, dp_free.
     # Consumes: dkv_ready, rows_ready.
     @cute.jit
     def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, sm_scale):

@@ -9,7 +9,8 @@ takes all lanes as O does in the forward: columns of d in two halves of the lane
 A pair: each CTA has all 128 rows, and the left or the right half of the columns of q, dout, K and V; the even one has
 the tail. So each gathers half of the bytes, adds half of dkv, and the sum over 128 heads is made by the matrix unit. S
 and dP are partial sums: of 32 of the 64 keys each CTA gives its part to the other, of the other 32 it gets the rest and
-makes P and dS, which both need. All products are of one CTA.
+makes P and dS, which both need; with a tail S first, in the room of P, and then dP in that of dS. All products are of
+one CTA.
 
 Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of q^T dS (dout^T P), whose 64 columns are the
 keys; the two parts of dkv^T meet in registers, on their way from tensor memory to global memory: no staging. Nothing is
@@ -56,7 +57,10 @@ class BackwardPlan(Plan):
 
     @property
     def shared_sums(self) -> bool:
-        """Tensor memory is short: dout^T P lies where dP was, so the next scores wait until it has been read."""
+        """Tensor memory is short: dout^T P lies where dP was, so the next dP waits until it has been read.
+
+        dq 256 + tail 64 + S 64 + dP 64 + q^T dS 64 columns are all 512 of the even CTA.
+        """
         return self.pair and bool(self.tail)
 
     @property
@@ -66,7 +70,7 @@ class BackwardPlan(Plan):
 
     @property
     def reads_ahead(self) -> bool:
-        """dout^T P of all keys is read before any is added, so that dP can be made; registers allow no more."""
+        """dout^T P of all keys is read before any is added, to make room for dP; not where that would spill."""
         return self.shared_sums and not self.ordered
 
     @property
