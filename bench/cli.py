@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pass", dest="passes", default="fwd,bwd", metavar="PASS,...",
                         help=f"{', '.join(PASSES)} (default fwd,bwd)")  # fmt: skip
     parser.add_argument("--impl", action="append", metavar="NAME",
-                        help="ours, ours:SETTING,... (deterministic, fixed_shapes, backend=..., tokens_per_tile=...), "
-                        f"{', '.join(PEERS)}, FORWARD+BACKWARD; repeatable (default ours, every --peer)")  # fmt: skip
+                        help="ours, ours:SETTING,... (deterministic, fixed_shapes, plan, backend=..., "
+                        f"tokens_per_tile=...), {', '.join(PEERS)}, FORWARD+BACKWARD; repeatable "
+                        "(default ours, every --peer)")  # fmt: skip
     parser.add_argument("--backend", help="backend of ours (default: the device's own)")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PLACE",
                         help="where a peer is: a folder, a Python file or a module's name; repeatable")  # fmt: skip

@@ -100,10 +100,18 @@ class Implementation(ABC):
 
 class _OursCall(Call):
     def __init__(
-        self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels]
-    ) -> None:
+        self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels],
+        planned: bool,
+    ) -> None:  # fmt: skip
         super().__init__(inputs)
         self.options = {**inputs.options, **options}
+        if planned:
+            i = inputs
+            self.options["plan"] = cute_sparse_mla.plan(
+                i.indices, i.kv.shape, i.q.shape[-2] // i.kv.shape[-2], causal=i.causal, q_positions=i.q_positions,
+                topk_length=i.topk_length, tokens_per_tile=options["config"].tokens_per_tile,
+                backend=options["backend"],
+            )  # fmt: skip
         self.deterministic = deterministic
         self.kernels = kernels
 
@@ -132,13 +140,14 @@ class _OursCall(Call):
 class Ours(Implementation):
     """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart.
 
-    `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does.
+    `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does; `plan` makes
+    the lists of token groups ahead, once for forward and backward, outside their times.
     """
 
     def __init__(self, settings: str = "", backend: str | None = None) -> None:
         self.name = f"ours:{settings}" if settings else "ours"
         self.version = cute_sparse_mla.__version__
-        self.deterministic = False
+        self.deterministic = self.planned = False
         self.kernels: Callable[[], Kernels] = nullcontext
         self.backend = backend
         names = {field.name for field in fields(SparseAttentionConfig)}
@@ -149,13 +158,15 @@ class Ours(Implementation):
                 self.deterministic = True
             elif key == "fixed_shapes" and not value:
                 self.kernels = fixed_shapes
+            elif key == "plan" and not value:
+                self.planned = True
             elif key == "backend" and value:
                 self.backend = value
             elif key in names and value:
                 chosen[key] = int(value) if value.isdecimal() else value
             else:
                 known = ", ".join(
-                    ("deterministic", "fixed_shapes", "backend=...", *(f"{name}=..." for name in sorted(names)))
+                    ("deterministic", "fixed_shapes", "plan", "backend=...", *(f"{name}=..." for name in sorted(names)))
                 )
                 raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
         self.settings = SparseAttentionConfig(**chosen)
@@ -177,7 +188,7 @@ class Ours(Implementation):
         return "" if answer.ok else answer.reason
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Call:
-        return _OursCall(inputs, self._options(), self.deterministic, self.kernels)
+        return _OursCall(inputs, self._options(), self.deterministic, self.kernels, self.planned)
 
     def config(self, inputs: Inputs) -> dict[str, str]:
         i = inputs

@@ -1,6 +1,8 @@
-"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd`, `::bwd_add` and `::max_scores`.
+"""The torch custom ops: `cute_sparse_mla::fwd` (differentiable), `::bwd`, `::bwd_add`, `::max_scores`, and those that
+make gather lists, `::plan` and `::lists`.
 
-Saved for the backward: `q`, `kv`, `indices`, the optional tensors, `out` and `lse`; no copy, nothing of size S*H*K.
+Saved for the backward: `q`, `kv`, `indices`, the optional tensors, `out` and `lse`, and the gather lists of token
+groups; no copy, nothing of size S*H*K.
 Scalars arrive normalised by `api`; tensors are checked here, on real tensors and on fake ones alike, so a compiled
 graph gets the same errors as an eager call. The scale is `sm_scale`, or in a traced graph where it may change from call
 to call the 0-dim CPU tensor `traced_scale`; neither is `D ** -0.5`.
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, validation
+from . import dispatch, env, validation
+from .config import decode
+from .errors import SparseMLAError
 from .validation import BackwardCall
 
 _LIB = "cute_sparse_mla"
@@ -166,9 +170,43 @@ def _(
     return rows, bits, indices.new_empty(shape, dtype=torch.int32), indices.new_empty(1, dtype=torch.int32)
 
 
+def _grouped_lists(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
+    heads_per_group: int, causal: bool, config: str, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `plan`, for as many tokens a tile as the kernels of such a call try; empty tensors where that is one."""
+    problem = (indices, q_positions, topk_length, kv_shape, heads_per_group, causal)
+    tokens, decide = _group_size(*problem, config, backend)
+    if tokens == 1:
+        rows, bits, lengths, chosen = (indices.new_empty(0, dtype=torch.int32) for _ in range(4))
+        return rows, bits, lengths, chosen
+    return plan_op(*problem, tokens, decide, backend)
+
+
+# The same for fake tensors: what it asks of a device holds for them, too.
+lists_op = torch.library.custom_op(f"{_LIB}::lists", _grouped_lists, mutates_args=())
+lists_op.register_fake(_grouped_lists)
+
+
+def _group_size(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
+    heads_per_group: int, causal: bool, config: str, backend: str,
+) -> tuple[int, bool]:  # fmt: skip
+    """Tokens of a tile, and whether the device decides; 1 for a wrong call, which says itself what is wrong."""
+    try:
+        call = validation.lists(
+            indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
+        )
+        device = indices.device
+        return dispatch.grouping(call.problem, device.type, env.capability(device), backend, decode(config))
+    except SparseMLAError:
+        return 1, False
+
+
 def _lists(*lists: Tensor | None) -> tuple[Tensor, ...] | None:
     given = tuple(tensor for tensor in lists if tensor is not None)
-    return given or None
+    # Empty ones are those of `lists_op` where nothing is grouped.
+    return given if given and given[0].numel() else None
 
 
 def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:

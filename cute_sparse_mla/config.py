@@ -23,7 +23,7 @@ class SparseAttentionConfig:
     `bwd_threads` (threads per CTA), `fwd_stages`, `bwd_stages` (KV buffers in flight), `fwd_block_k`, `bwd_block_k`
     (slots per step), `bwd_split_store` (parts in which a step's dKV is staged and added), `tokens_per_tile`
     (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries, and `None`
-    on Hopper lets the device decide whether groups that fill a tile pay).
+    lets the device decide whether groups that fill a tile pay).
     """
 
     fwd_backend: str | None = None
@@ -119,10 +119,11 @@ TABLE: tuple[ConfigRow, ...] = (
         "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),
         SparseAttentionConfig(
             fwd_threads=512, fwd_stages=5, fwd_block_k=64,
-            bwd_threads=512, bwd_stages=1, bwd_block_k=64, bwd_split_store=4, tokens_per_tile=1,
+            bwd_threads=512, bwd_stages=1, bwd_block_k=64, bwd_split_store=4,
         ),
         reason="forward: a ring of five slots of KV fills shared memory; one CTA up to 64 heads, a pair of CTAs above. "
-        "backward: q, dout, one block of KV, P and dS fill it; above 64 heads a CTA of a pair has half of the columns",
+        "backward: q, dout, one block of KV, P and dS fill it; above 64 heads a CTA of a pair has half of the columns. "
+        "Up to 32 heads neighbouring tokens fill the tile of one CTA where a sample says that they share enough rows",
         figure="none: no Blackwell GPU has run it; right in the simulator, times predicted in bench/results",
     ),
     ConfigRow(

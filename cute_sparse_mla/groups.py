@@ -108,11 +108,7 @@ def lists_for(
     q: Tensor, kv: Tensor, indices: Tensor, causal: bool, q_positions: Tensor | None, topk_length: Tensor | None,
     config: SparseAttentionConfig | None, backend: str,
 ) -> PlanTensors:  # fmt: skip
-    """The lists of a call without a plan, made ahead so that autograd keeps them; `NO_LISTS` where it needs none.
-
-    In a graph that is being traced the size of groups that the device decides about is not known here: forward and
-    backward then make their own.
-    """
+    """The lists of a call without a plan, made ahead so that autograd keeps them; `NO_LISTS` where it needs none."""
     wished = config or SparseAttentionConfig()
     # The check of the call itself names what is wrong with it.
     if wished.tokens_per_tile == 1 or 0 in (*q.shape, *kv.shape, *indices.shape) or kv.dim() < 3:
@@ -122,7 +118,10 @@ def lists_for(
         tokens, decide = wished.tokens_per_tile, False
         if tokens is None:
             if torch.compiler.is_compiling():
-                return NO_LISTS
+                # What the device can do is no part of a graph: the op looks, when it is traced and when it runs.
+                return autograd.lists_op(
+                    indices, q_positions, topk_length, list(shape), heads, causal, wished.encode(), backend
+                )
             call = validation.lists(
                 indices, shape, heads, causal=causal, q_positions=q_positions, topk_length=topk_length
             )

@@ -8,8 +8,9 @@ from typing import Any
 
 import tilelang
 
+from ..union_lists import UnionPlan
 from . import backward, forward, postprocess, preprocess, unions
-from .plan import Plan, UnionPlan
+from .plan import Plan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {

@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
+from ..union_lists import (
+    SAMPLES,
+    TOKENS_PER_TILE,
+    GroupCosts,
+    UnionPlan,
+    sample_plan_of,
+    sample_step,
+    union_plan_of,
+    union_plans,
+)  # fmt: skip
 from .plan import (
     BLOCK_K,
     CHUNK,
@@ -25,11 +35,7 @@ from .plan import (
     ROWS,
     SMEM_LIMIT,
     THREADS,
-    TOKENS_PER_TILE,
-    UNION_SIZES,
-    UNION_WIDTH,
     Plan,
-    UnionPlan,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -39,13 +45,10 @@ if TYPE_CHECKING:
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
-# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl). A sample is 32
-# tiles and 2**-2 of the rows of kv. What a slot of a tile of several tokens costs beside one of a single token, by rows
-# of kv: masks cost, rising rows save as kv leaves the L2.
-SAMPLES, SAMPLE_STEP = 32, 2
-GROUPED_SLOT_COST = {16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}
-# Share of an ungrouped forward: lists of 8 tokens a tile, those per row of kv, and the kernel that leaves at once.
-LISTS_COST, LISTS_COST_PER_ROW, EXIT_COST = 0.02, 0.03 / 131_072, 0.015
+# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
+COSTS = GroupCosts(
+    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015
+)
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
@@ -70,26 +73,6 @@ def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
 def sorts_rows(problem: Problem) -> bool:
     """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
     return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
-
-
-def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
-    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
-    name, least = _name(index_dtype), min(UNION_SIZES)
-    return [
-        UnionPlan(tokens, name, least, UNION_WIDTH),
-        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
-    ]
-
-
-def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
-    """The one for a problem."""
-    plans = union_plans(tokens, problem.index_dtype)
-    return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
-
-
-def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
-    """The same for the kernel that looks at a sample."""
-    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -193,19 +176,13 @@ def _tiles(problem: Problem) -> int:
 
 def group_size(problem: Problem) -> int:
     """Most tokens whose heads fill a tile: what is tried where the config does not say."""
-    return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= ROWS), default=1)
+    return union_lists.group_size(problem, ROWS)
 
 
 def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
-    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays: lists, waves and masks."""
-    units = env.multiprocessors(device)
-    single = problem.B * problem.S * problem.G
-    waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
-    # Few tokens a tile make more lists: twice the cost at 2 tokens.
-    lists = (LISTS_COST + LISTS_COST_PER_ROW * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + EXIT_COST
-    slot = next(cost for rows, cost in GROUPED_SLOT_COST.items() if problem.S_kv <= rows)
+    """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays."""
     gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
-    return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
+    return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
 def make_lists(
@@ -221,7 +198,7 @@ def make_lists(
     samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
     if decide:
         small = sample_plan_of(problem, tokens)
-        step = max(SAMPLE_STEP, (-(-problem.S_kv // small.span) - 1).bit_length())
+        step = sample_step(problem, small)
         lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
         _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
     return _lists(

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
-TOKENS_PER_TILE = (1, 2, 4, 8, 16)
-# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
-UNION_SIZES = {32_768: 512, 196_608: 1024}
-UNION_WIDTH = 16  # bits of a row where all rows of kv fit the smallest; else one for each token
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
@@ -67,29 +63,3 @@ class Plan:
             "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
-
-
-@dataclass(frozen=True)
-class UnionPlan:
-    """What the kernel of the union lists is compiled for: as many rows of kv at a time as have their bits in `size`.
-
-    A row has `width` bits, at least one for every token of a tile.
-    """
-
-    tokens: int
-    index_dtype: str
-    size: int
-    width: int
-
-    @property
-    def words(self) -> int:
-        return self.size // 4
-
-    @property
-    def span(self) -> int:
-        """Rows of kv at a time."""
-        return self.size * 8 // self.width
-
-    @property
-    def threads(self) -> int:
-        return UNION_SIZES[self.size]

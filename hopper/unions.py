@@ -21,7 +21,7 @@ alone.
 import tilelang.language as T
 from tvm.tirx import PrimFunc
 
-from .plan import UnionPlan
+from ..union_lists import UnionPlan
 from .ptx import LEAVE
 from .tile import leave_unless_chosen
 

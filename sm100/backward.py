@@ -42,7 +42,7 @@ from .plan import (
 )  # fmt: skip
 
 # Run-time arguments, in order; see `launch.py` for their meaning.
-POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "dout", "stats", "dq", "dkv")
+POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "chosen", "dout", "stats", "dq", "dkv")
 SIZES = (*forward.SIZES, "first_tile", "end_tile")
 STRIDES = (*forward.STRIDES[:-1], "do_b", "do_s", "do_h")
 SCALES = ("scale_log2", "sm_scale")
@@ -117,7 +117,7 @@ class Backward(Forward):
         self.sync_all()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder).toint()
 
-        work = (n["first_tile"] + block // plan.ctas, n["end_tile"], grid // plan.ctas)
+        work = (n["first_tile"] + block // plan.ctas, self.end(at, n, n["end_tile"]), grid // plan.ctas)
         if warp < ROLE["epilogue"].first:
             self.softmax(at, n, by, smem, bar, tmem, rank, warp, work, scales)
         elif warp < ROLE["mma"].first:

@@ -9,17 +9,20 @@ from typing import Any
 import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, Int64, cute
 
-from . import backward, cache, forward, ordered, preprocess
+from . import backward, cache, forward, ordered, preprocess, unions
 from .backward_plan import BackwardPlan, RowPlan, SumPlan
+from .list_plan import ListPlan, SamplePlan
 from .plan import Plan
 
-AnyPlan = Plan | RowPlan | SumPlan
+AnyPlan = Plan | RowPlan | SumPlan | ListPlan
 # Kind of plan -> the module with the names of the arguments, and the kernel.
 KERNELS: dict[type, tuple[Any, type]] = {
     Plan: (forward, forward.Forward),
     BackwardPlan: (backward, backward.Backward),
     RowPlan: (preprocess, preprocess.Preprocess),
     SumPlan: (ordered, ordered.OrderedSum),
+    ListPlan: (unions, unions.Unions),
+    SamplePlan: (unions, unions.Samples),
 }
 
 

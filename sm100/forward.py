@@ -41,10 +41,10 @@ from .plan import (
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 INDEX_DTYPES = {"int32": Int32, "int64": Int64}
 # Run-time arguments, in order; see `launch.py` for their meaning.
-POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "sink", "out", "lse")
+POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "chosen", "sink", "out", "lse")
 SIZES = (
     "B", "S", "S_kv", "G", "K", "heads_per_group", "token_tiles", "kv_rows",
-    "row_b", "row_s", "row_g", "causal", "has_length", "has_positions",
+    "row_b", "row_s", "row_g", "causal", "has_length", "has_positions", "wanted",
 )  # fmt: skip
 STRIDES = (
     "q_b", "q_s", "q_h", "kv_row", "i_b", "i_s", "i_g", "i_k", "n_b", "n_s", "n_g", "p_b", "p_s", "sink_h",
@@ -149,8 +149,7 @@ class Forward:
         self.sync_all()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, holder).toint()
 
-        tiles = n["B"] * n["token_tiles"] * n["G"]
-        work = (block // plan.ctas, tiles, grid // plan.ctas)
+        work = (block // plan.ctas, self.end(at, n, n["B"] * n["token_tiles"] * n["G"]), grid // plan.ctas)
         if warp < ROLE["epilogue"].first:
             self.softmax(at, n, by, smem, bar, tmem, rank, warp, work, scale_log2)
         elif warp < ROLE["mma"].first:
@@ -176,6 +175,14 @@ class Forward:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+    @cute.jit
+    def end(self, at, n, tiles):
+        """One past the last tile: `tiles`, or 0 where the device chose another kernel of the call."""
+        if n["wanted"] >= 0:
+            if _global(at["chosen"], Int32)[0] != n["wanted"]:
+                tiles = Int32(0)
+        return tiles
 
     # -- facts of a tile that every role works out for itself -----------------------------------------------------
 

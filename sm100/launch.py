@@ -6,17 +6,26 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
-from . import unions
+from ..union_lists import (
+    SAMPLES,
+    TOKENS_PER_TILE,
+    GroupCosts,
+    UnionPlan,
+    sample_plan_of,
+    sample_step,
+    union_plan_of,
+    union_plans,
+)  # fmt: skip
 from .backward_plan import (
     CHUNK,
     KV_STAGES,
@@ -28,6 +37,7 @@ from .backward_plan import (
     SumPlan,
 )  # fmt: skip
 from .heads import ROWS_PER_CTA, Rows, rows_for
+from .list_plan import ListPlan, SamplePlan
 from .plan import BLOCK_K, D_V, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
@@ -35,7 +45,6 @@ if TYPE_CHECKING:
 
 # Releases that the tests ran with; others are refused by name.
 DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
-TOKENS_PER_TILE = (1, 2, 8)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 SLOTS_AT = 4  # where a call's sizes have the slots of a tile
@@ -44,6 +53,7 @@ ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # each of its slots row numbers and their sorted order while torch sorts them.
 WORKSPACE, SORT_BYTES = 240 * 2**20, 64
 DEFAULT_MULTIPROCESSORS = 148
+COSTS = GroupCosts(slot={1 << 31: 1.1}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015)
 # What runs a compiled kernel: called with it, its arguments, and the tensors that it touches by name.
 Executor = Callable[[Callable[..., Any], tuple, dict[str, Tensor]], None]
 
@@ -70,8 +80,12 @@ def _architecture(device: torch.device | None) -> str:
     return f"sm_{major}{minor}a"
 
 
-def _rows(problem: Problem, config: SparseAttentionConfig) -> Rows:
-    tokens = config.tokens_per_tile or 1
+def _tokens(problem: Problem, config: SparseAttentionConfig) -> int:
+    """Tokens of a tile: as the config has it, else what is tried."""
+    return config.tokens_per_tile or group_size(problem)
+
+
+def _rows(problem: Problem, tokens: int) -> Rows:
     if tokens not in TOKENS_PER_TILE:
         raise UnsupportedError(f"the sm100 kernels take tokens_per_tile in {TOKENS_PER_TILE}, not {tokens}")
     rows = rows_for(problem.heads_per_group, tokens)
@@ -84,9 +98,9 @@ def _rows(problem: Problem, config: SparseAttentionConfig) -> Rows:
     return rows
 
 
-def plan_of(problem: Problem, config: SparseAttentionConfig, device: torch.device | None = None) -> Plan:
-    """The compile-time part of a problem."""
-    rows = _rows(problem, config)
+def plan_of(problem: Problem, tokens: int, device: torch.device | None = None) -> Plan:
+    """The compile-time part of a problem, for so many tokens a tile."""
+    rows = _rows(problem, tokens)
     # A grouped call reads its union lists, which are int32.
     index_dtype = problem.index_dtype if rows.tokens == 1 else torch.int32
     names = (str(dtype).split(".")[1] for dtype in (problem.dtype, index_dtype))
@@ -94,23 +108,25 @@ def plan_of(problem: Problem, config: SparseAttentionConfig, device: torch.devic
 
 
 def backward_plan_of(
-    problem: Problem, config: SparseAttentionConfig, device: torch.device | None = None, ordered: bool = False
+    problem: Problem, tokens: int, device: torch.device | None = None, ordered: bool = False
 ) -> BackwardPlan:
     """The same for the backward; `ordered`, for a deterministic one."""
-    plan = plan_of(problem, config, device)
+    plan = plan_of(problem, tokens, device)
     return BackwardPlan(plan.D, plan.dtype, plan.index_dtype, plan.rows, plan.arch, ordered)
 
 
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
     """Shared memory of the two main kernels, in bytes."""
-    plans = {"forward": plan_of(problem, config), "backward": backward_plan_of(problem, config)}
+    tokens = _tokens(problem, config)
+    plans = {"forward": plan_of(problem, tokens), "backward": backward_plan_of(problem, tokens)}
     return {name: plan.smem_bytes for name, plan in plans.items()}
 
 
 def check(problem: Problem, config: SparseAttentionConfig) -> None:
     """Refuse what these kernels cannot run, before anything is compiled."""
     _check_dsl()
-    forward, backward = plan_of(problem, config), backward_plan_of(problem, config)
+    tokens = _tokens(problem, config)
+    forward, backward = plan_of(problem, tokens), backward_plan_of(problem, tokens)
     built = {
         "fwd_threads": THREADS, "fwd_stages": SLOTS, "fwd_block_k": BLOCK_K,
         "bwd_threads": THREADS, "bwd_stages": KV_STAGES, "bwd_block_k": BLOCK_K, "bwd_split_store": D_V // CHUNK,
@@ -141,12 +157,19 @@ def _build() -> ModuleType:
 def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> None:
     """Compile the kernels of such a problem."""
     device = torch.device("cuda") if torch.cuda.is_available() else None
-    plans: list[Plan | RowPlan | SumPlan] = [plan_of(problem, config, device)]
-    if backward:
-        plan = backward_plan_of(problem, config, device, torch.are_deterministic_algorithms_enabled())
-        plans += [plan, RowPlan(plan.dtype, plan.arch)]
-        if plan.ordered:
-            plans.append(SumPlan(plan.D, plan.arch))
+    arch = _architecture(device)
+    plans: list[Plan | RowPlan | SumPlan | ListPlan] = []
+    for tokens in {config.tokens_per_tile} if config.tokens_per_tile else {1, group_size(problem)}:
+        plans.append(plan_of(problem, tokens, device))
+        if tokens > 1:
+            plans += [list_plan_of(plan, arch) for plan in union_plans(tokens, problem.index_dtype)]
+            if config.tokens_per_tile is None:
+                plans.append(list_plan_of(sample_plan_of(problem, tokens), arch, SamplePlan))
+        if backward:
+            plan = backward_plan_of(problem, tokens, device, torch.are_deterministic_algorithms_enabled())
+            plans += [plan, RowPlan(plan.dtype, plan.arch)]
+            if plan.ordered:
+                plans.append(SumPlan(plan.D, plan.arch))
     for kernel in plans:
         _build().kernel(kernel)
 
@@ -172,36 +195,97 @@ def _kv_rows(kv: Tensor) -> tuple[int, int, tuple[int, int, int]]:
     return unit, rows, tuple(steps.get(axis, 0) // unit for axis in range(3))
 
 
-def _valid(problem: Problem, indices: Tensor, lengths: Tensor | None, positions: Tensor | None) -> Tensor:
-    """Which slots of `indices` count: the contract's rule, for union lists."""
-    valid = (indices >= 0) & (indices < problem.S_kv)
-    if lengths is not None:
-        valid &= torch.arange(problem.K, device=indices.device) < lengths[:, :, None, None]
-    if problem.causal:
-        if positions is None:
-            positions = torch.arange(problem.S, device=indices.device).expand(problem.B, -1) + problem.S_kv - problem.S
-        valid &= indices <= positions[:, :, None, None]
-    return valid
+def list_plan_of(plan: UnionPlan, arch: str, kind: type[ListPlan] = ListPlan) -> ListPlan:
+    """The plan of a kernel of the union lists for one architecture."""
+    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, arch)
 
 
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
     decide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`, 1: nothing is decided."""
-    lists = unions.build(indices, _valid(problem, indices, topk_length, q_positions), tokens)
-    return *lists, torch.ones(1, dtype=torch.int32, device=indices.device)
+    """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
+
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    """
+    B, S, G, K = indices.shape
+    device, tiles = indices.device, -(-S // tokens)
+    shape, arch = (B, tiles, G), _architecture(device)
+    rows, bits = (torch.empty((*shape, tokens * K), dtype=torch.int32, device=device) for _ in range(2))
+    samples = min(SAMPLES, B * tiles * G)
+    tensors = {
+        "indices": indices,
+        "lengths": _scalar(device, 0, torch.int32) if topk_length is None else topk_length,
+        "positions": _scalar(device, 0, torch.int64) if q_positions is None else q_positions.to(torch.int64),
+        "samples": torch.empty((samples, 2), dtype=torch.int32, device=device),
+        "rows": rows,
+        "bits": bits,
+        "counts": torch.empty(shape, dtype=torch.int32, device=device),
+        "chosen": torch.empty(1, dtype=torch.int32, device=device),
+    }
+    strides = (
+        *indices.stride(),
+        *((0, 0) if topk_length is None else topk_length.stride()),
+        *((0, 0) if q_positions is None else tensors["positions"].stride()),
+    )
+    flags = (int(problem.causal), int(topk_length is not None), int(q_positions is not None))
+
+    def launch(plan: ListPlan, ctas: int, sampled: int, per_mille: int, step: int) -> None:
+        sizes = (B, S, problem.S_kv, G, K, tiles, sampled, per_mille, step, *flags)
+        executor(_build().kernel(plan), (_pointers(tensors), sizes, strides, ctas), tensors)
+
+    if decide:
+        small = list_plan_of(sample_plan_of(problem, tokens), arch, SamplePlan)
+        launch(small, samples, samples, 0, sample_step(problem, small))
+    per_mille = COSTS.per_mille(problem, tokens, multiprocessors(device)) if decide else 0
+    plan = list_plan_of(union_plan_of(problem, tokens), arch)
+    launch(plan, B * tiles * G, samples if decide else 0, per_mille, 0)
+    return rows, bits, tensors["counts"], tensors["chosen"]
 
 
 def group_size(problem: Problem) -> int:
-    """Tokens of a tile that are tried where the config does not say."""
-    return 1
+    """Tokens of a tile that are tried where the config does not say: as many as fill the rows of one CTA."""
+    return union_lists.group_size(problem, ROWS_PER_CTA)
+
+
+class _Gather(NamedTuple):
+    """What a kernel gathers: the indices, or the lists of tiles of several tokens; it runs if `chosen [1]` is `wanted`.
+
+    A negative `wanted`: always.
+    """
+
+    tokens: int
+    lists: tuple[Tensor, ...] | None
+    chosen: Tensor
+    wanted: int
+
+
+def _gathers(
+    problem: Problem, config: SparseAttentionConfig, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None, deterministic: bool = False,
+) -> Iterator[_Gather]:  # fmt: skip
+    """What runs: one kernel, or two of which the device chooses. A plan's lists are taken, others made.
+
+    Where nobody asked for groups, a deterministic call has none.
+    """
+    tokens = _tokens(problem, config)
+    decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
+    chosen = _scalar(indices.device, 1, torch.int32)
+    if tokens == 1 or (decide and deterministic):
+        yield _Gather(1, None, chosen, -1)
+        return
+    made = lists or make_lists(problem, tokens, indices, topk_length, q_positions, decide)
+    if not decide:
+        yield _Gather(tokens, made, chosen, -1)
+        return
+    yield _Gather(tokens, made, made[3], 1)
+    yield _Gather(1, None, made[3], 0)
 
 
 class _Call(NamedTuple):
     """What both kernels are told about one call, in the order of their arguments."""
 
-    tensors: dict[str, Tensor]  # kv, indices, bits, lengths, positions
+    tensors: dict[str, Tensor]  # kv, indices, bits, lengths, positions, chosen
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # kv_row to p_s
     tiles: int
@@ -209,15 +293,15 @@ class _Call(NamedTuple):
 
 
 def _call(
-    problem: Problem, rows: Rows, kv: Tensor, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None,
+    problem: Problem, gather: _Gather, kv: Tensor, indices: Tensor, topk_length: Tensor | None,
+    q_positions: Tensor | None,
 ) -> _Call:  # fmt: skip
     B, S, device = problem.B, problem.S, kv.device
     causal, slots = problem.causal, problem.K
     bits = _scalar(device, 0, torch.int32)
     lengths = None if topk_length is None else topk_length[:, :, None].expand(B, S, problem.G)
-    if rows.tokens > 1:
-        indices, bits, lengths, *_ = lists or make_lists(problem, rows.tokens, indices, topk_length, q_positions)
+    if gather.lists is not None:
+        indices, bits, lengths, *_ = gather.lists
         causal, slots, q_positions = False, indices.shape[-1], None
     positions = None if q_positions is None else q_positions.to(torch.int64)
     tensors = {
@@ -226,12 +310,13 @@ def _call(
         "bits": bits,
         "lengths": _scalar(device, 0, torch.int32) if lengths is None else lengths,
         "positions": _scalar(device, 0, torch.int64) if positions is None else positions,
+        "chosen": gather.chosen,
     }
     unit, kv_rows, (row_b, row_s, row_g) = _kv_rows(kv)
-    tiles = -(-S // rows.tokens)
+    tiles = -(-S // gather.tokens)
     sizes = (
         B, S, problem.S_kv, problem.G, slots, problem.heads_per_group, tiles, kv_rows, row_b, row_s, row_g,
-        int(causal), int(lengths is not None), int(positions is not None),
+        int(causal), int(lengths is not None), int(positions is not None), gather.wanted,
     )  # fmt: skip
     strides = (
         unit, *indices.stride(),
@@ -268,18 +353,22 @@ def fwd(
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
     lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out [B, S, H, 512], lse [B, S, H])`, one launch."""
+    """`(out [B, S, H, 512], lse [B, S, H])`: one launch, after those of the lists of token groups if no plan has them.
+
+    Two where the device decides about groups; one of them ends at once.
+    """
     B, S, H, device = problem.B, problem.S, problem.H, q.device
-    plan = plan_of(problem, config, device)
-    kernel = _build().kernel(plan)
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=device)
-    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions, lists)
     # A sink of -inf is no sink.
     sink = _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink
-    tensors = {"q": q, **call.tensors, "sink": sink, "out": out, "lse": lse}
-    strides = (*_row_strides(q), *call.strides, 0 if attn_sink is None else attn_sink.stride(0))
-    _launch(kernel, call, plan.rows, tensors, strides, (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,), call.tiles)
+    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,)
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
+        plan = plan_of(problem, gather.tokens, device)
+        call = _call(problem, gather, kv, indices, topk_length, q_positions)
+        tensors = {"q": q, **call.tensors, "sink": sink, "out": out, "lse": lse}
+        strides = (*_row_strides(q), *call.strides, 0 if attn_sink is None else attn_sink.stride(0))
+        _launch(_build().kernel(plan), call, plan.rows, tensors, strides, scales, call.tiles)
     return out, lse
 
 
@@ -379,20 +468,21 @@ def bwd(
     again, and where a part has fewer tiles than the device has multiprocessors, some of those idle.
     """
     B, S, H, device = problem.B, problem.S, problem.H, q.device
-    plan = backward_plan_of(problem, config, device, deterministic)
-    stats = row_stats(problem, out, dout, lse, dlse, attn_sink, plan.arch)
+    stats = row_stats(problem, out, dout, lse, dlse, attn_sink, _architecture(device))
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
     acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
-    call = _call(problem, plan.rows, kv, indices, topk_length, q_positions, lists)
-    tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
-    strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
     scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))
-    if deterministic:
-        _ordered_sums(problem, plan, call, tensors, strides, scales)
-    else:
-        whole = call._replace(sizes=(*call.sizes, 0, call.tiles))
-        _launch(_build().kernel(plan), whole, plan.rows, tensors, strides, scales, call.tiles)
+    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, deterministic):
+        plan = backward_plan_of(problem, gather.tokens, device, deterministic)
+        call = _call(problem, gather, kv, indices, topk_length, q_positions)
+        tensors = {"q": q, **call.tensors, "dout": dout, "stats": stats, "dq": dq, "dkv": acc}
+        strides = (*_row_strides(q), *call.strides, *_row_strides(dout))
+        if deterministic:
+            _ordered_sums(problem, plan, call, tensors, strides, scales)
+        else:
+            whole = call._replace(sizes=(*call.sizes, 0, call.tiles))
+            _launch(_build().kernel(plan), whole, plan.rows, tensors, strides, scales, call.tiles)
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     sums = columns_of(acc)
     if dkv is None:

@@ -210,6 +210,21 @@ def store_words(address: Int32, values: Sequence[Any]) -> None:
     llvm.store(packed, shared(address, kind, 4 * len(values)).to_llvm_ptr(), alignment=4 * len(values))
 
 
+def atomic_or(address: Int32, bits: Uint32) -> Uint32:
+    """Set bits of a word; returns it as it was."""
+    return cute.arch.atomic_or(shared(address, Uint32, 4), bits)
+
+
+def atomic_add(address: Int32, value: Int32) -> Int32:
+    """Add to a word; returns it as it was."""
+    return cute.arch.atomic_add(shared(address, Int32, 4), value)
+
+
+def atomic_min(address: Int32, value: Int32) -> None:
+    """Lower a word to a value."""
+    cute.arch.atomic_min(shared(address, Int32, 4), value)
+
+
 def in_other(address: Int32, rank: Int32) -> Int32:
     """A shared-memory address of CTA `rank` of a pair, as an address of the cluster in the other CTA."""
     space = llvm.PointerType.get(SHARED_CLUSTER)

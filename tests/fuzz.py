@@ -96,9 +96,9 @@ GPU = Sizes(24, 300, 300, (*range(1, 129),))
 SIZES = {
     "reference": Sizes(6, 9, 9, (1, 2, 3), widths=((8, 5), (16, 16), (24, 8))),
     "sim-sm90": Sizes(2, 80, 130, (1, 3, 16, 40, 64, 70)),
-    "sim-sm100": Sizes(3, 80, 130, (1, 3, 16, 40, 64, 70), tiles=(1, 1, 2, 8), tile_rows=128),
+    "sim-sm100": Sizes(3, 80, 130, (1, 3, 16, 40, 64, 70), tiles=(1, None, 2, 8, 16), tile_rows=128),
     "sm90": replace(GPU, tiles=(1, None, 2, 4, 8, 16)),
-    "sm100": replace(GPU, tiles=(1, 1, 2, 8), tile_rows=128),
+    "sm100": replace(GPU, tiles=(1, None, 2, 4, 8, 16), tile_rows=128),
 }
 
 

@@ -12,7 +12,8 @@ from bench.cases import Case
 from . import sm100
 from .ptx_sim import coverage
 
-BACKWARD_KERNELS = ("sm100 row values", "sm100 backward", "sm100 ordered sum")  # the last of a deterministic call
+FORWARD, BACKWARD = "sm100 forward", "sm100 backward"
+LISTS = ("sm100 union samples", "sm100 union lists")
 LIST = Path(__file__).parent / "ptx_sim" / "coverage_sm100.md"
 BASE = Case(
     S=4, S_kv=200, K=130, H=24, invalid="shuffled", sink="random", dlse=True, causal=True, length="random"
@@ -24,20 +25,27 @@ CASES = (
     ),
     (BASE.but(H=8, D=576), 8),
     (BASE.but(H=16, D=512), 8),
+    (BASE.but(H=16, D=576, index_dtype=torch.int64), None),
     (BASE.but(H=8, D=512, index_dtype=torch.int64), 1),
 )  # fmt: skip
 
 
-def forms(case: Case, tokens_per_tile: int) -> Iterator[tuple[str, list[str]]]:
-    """`(kernel, forms)` of the forward and of the backward of a case."""
+def forms(case: Case, tokens_per_tile: int | None) -> Iterator[tuple[str, list[str]]]:
+    """`(kernel, forms)` of the forward and of the backward of a case; `None`: the device decides about groups."""
     inputs = case.inputs(seed=1)
-    out, lse, forward = sm100.call(inputs, tokens_per_tile=tokens_per_tile)
-    yield "sm100 forward", coverage.executed_forms(forward)
+    lists = LISTS if tokens_per_tile is None else LISTS[1:] if tokens_per_tile > 1 else ()
+    out, lse, reports = sm100.call(inputs, tokens_per_tile=tokens_per_tile)
+    runs = [((*lists, FORWARD), reports)]
     for deterministic in (False, True):
         *_, reports = sm100.call_backward(
             inputs, out, lse, tokens_per_tile=tokens_per_tile, deterministic=deterministic
         )
-        for name, report in zip(BACKWARD_KERNELS, reports, strict=False):
+        # Where the device may decide, a deterministic call has no groups.
+        made = () if deterministic and tokens_per_tile is None else lists
+        runs.append((("sm100 row values", *made, BACKWARD, "sm100 ordered sum"), reports))
+    for names, reports in runs:
+        # One kernel of two that are launched leaves at once: the same forms.
+        for name, report in zip(names, reports, strict=False):
             yield name, coverage.executed_forms(report)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from .ptx_sim import capture_cute
+from .ptx_sim.races import Races
 from .sm100 import judge, judge_backward, sentinel_case
 from .test_sentinel_heads import HEADS
 
@@ -27,6 +28,25 @@ CHECKS = (judge, judge_backward)
 @pytest.mark.parametrize("heads", HEADS)
 def test_head_count_with_sentinels(check: Callable, heads: int, D: int, sink: str | None, causal: bool, K: int) -> None:
     check(sentinel_case(heads, D, K, sink, causal).but(dlse=True).inputs(seed=heads))
+
+
+# Tiles of 64 and of 128 rows, full and with padded heads.
+GROUPS = ((1, 16), (3, 16), (8, 8), (8, 16), (12, 4), (16, 8), (24, 2), (31, 4), (32, 2), (40, 2), (64, 2))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("K", LENGTHS[:-1])
+@pytest.mark.parametrize(("sink", "causal"), ((None, False), ("random", True)), ids=("plain", "sink_causal"))
+@pytest.mark.parametrize("D", (512, 576))
+@pytest.mark.parametrize(("heads", "tokens"), GROUPS)
+def test_groups_with_sentinels(
+    check: Callable, heads: int, tokens: int, D: int, sink: str | None, causal: bool, K: int
+) -> None:
+    """Two tiles and a partial one, race-free."""
+    case, observer = sentinel_case(heads, D, K, sink, causal), Races()
+    case = case.but(S=2 * tokens + 1, dlse=True, duplicates=True, length="random")
+    check(case.inputs(seed=heads), tokens_per_tile=tokens, observer=observer)
+    assert not observer.races, observer.races[0].text
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import env, validation
+from cute_sparse_mla import env, union_lists
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
+from .list_cases import EVERYTHING, LISTS, SMALL_SIZES, checked, judge_lists
 from .ptx_sim import coverage, project_hopper
 from .ptx_sim.races import Races
 from .simulated_judge import judge_gradients, poisoned
@@ -23,71 +22,26 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {RE
 if REASON is None:
     project_hopper.capture_tilelang.prepare()
 
-EVERYTHING = Case(
-    B=2, S=19, S_kv=300, H=8, G=2, K=70, invalid="out_of_range", length="random", causal=True, duplicates=True,
-    index_dtype=torch.int64, sink="random", dlse=True,
-)  # fmt: skip
-LISTS = (
-    (EVERYTHING, 8),
-    (Case(S=5, S_kv=700, H=4, K=33, positions="random", duplicates=True, invalid="one_row"), 2),
-    (Case(S=33, S_kv=900, H=4, K=130, duplicates=True, length="zero", packed=True), 16),
-    (Case(S=9, S_kv=40, H=4, K=600, invalid="shuffled"), 4),
-    (Case(S=3, S_kv=3000, H=4, K=300, invalid="shuffled", duplicates=True, causal=True), 1),
-)
-SMALL_SIZES = {16: 64, 128: 128}  # bytes for bits and threads: many ranges, some without a selected row
-
-
-def checked(case: Case, seed: int = 0) -> validation.Call:
-    """The batched call of a case; every list of rows holds a far-off one, so that ranges between them are empty."""
-    inputs = case.inputs(seed)
-    return validation.forward(
-        inputs.q, inputs.kv, inputs.indices, d_v=512, causal=inputs.causal, q_positions=inputs.q_positions,
-        topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
-    )  # fmt: skip
-
-
-def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
-    """How often a token selects each row, by the contract's rule."""
-    problem = call.problem
-    if t >= problem.S:
-        return Counter()
-    length = problem.K if call.topk_length is None else int(call.topk_length[b, t])
-    limit = problem.S_kv
-    if problem.causal:
-        position = t + problem.S_kv - problem.S if call.q_positions is None else int(call.q_positions[b, t])
-        limit = min(limit, position + 1)
-    return Counter(row for row in call.indices[b, t, g, : max(0, length)].tolist() if 0 <= row < limit)
+OWN_LISTS = (*LISTS, (Case(S=3, S_kv=3000, H=4, K=300, invalid="shuffled", duplicates=True, causal=True), 1))
 
 
 @pytest.mark.parametrize("sizes", (None, SMALL_SIZES), ids=("one_range", "ranges"))
-@pytest.mark.parametrize(("case", "tokens"), LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
+@pytest.mark.parametrize(("case", "tokens"), OWN_LISTS, ids=lambda value: str(value) if isinstance(value, int) else "")
 def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, observer = checked(case), Races()
     if sizes:
         call.indices.masked_fill_((call.indices > 70) & (call.indices < 290), 3)
     with project_hopper.simulated(observer=observer) as recorder:
-        from cute_sparse_mla.hopper import launch, plan
+        from cute_sparse_mla.hopper import launch
 
-        for module in (launch, plan):
-            monkeypatch.setattr(module, "UNION_SIZES", sizes or plan.UNION_SIZES)
+        monkeypatch.setattr(union_lists, "UNION_SIZES", sizes or union_lists.UNION_SIZES)
         rows, bits, lengths, _ = launch.make_lists(
             call.problem, tokens, call.indices, call.topk_length, call.q_positions
         )
     clean(observer, recorder)
-    B, S, G, _ = call.indices.shape
-    assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * case.K)
     if tokens == 1:
         bits.fill_(1)  # left alone
-    for b, tile, g in ((b, tile, g) for b in range(B) for tile in range(lengths.shape[1]) for g in range(G)):
-        count = int(lengths[b, tile, g])
-        slots = list(zip(rows[b, tile, g, :count].tolist(), bits[b, tile, g, :count].tolist(), strict=True))
-        wanted = [selected(call, b, tile * tokens + j, g) for j in range(tokens)]
-        for j, want in enumerate(wanted):
-            assert Counter(row for row, bit in slots if bit >> j & 1) == want
-        distinct = set().union(*wanted)
-        assert [row for row, _ in slots[: len(distinct)]] == sorted(distinct)
-        assert count == len(distinct) + sum(want.total() - len(want) for want in wanted)
-        assert all(bit in (1 << j for j in range(tokens)) for _, bit in slots[len(distinct) :])
+    judge_lists(call, tokens, rows, bits, lengths)
 
 
 CALLS = (

@@ -41,7 +41,7 @@ def test_contract_with_grouped_tokens(case: Case, tokens: int) -> None:
     judge(case.but(D=576, d_v=512).inputs(seed=4), tokens_per_tile=tokens)
 
 
-@pytest.mark.parametrize(("heads", "tokens"), ((16, 8), (64, 2), (5, 8), (33, 2)))
+@pytest.mark.parametrize(("heads", "tokens"), ((16, 8), (64, 2), (5, 8), (33, 2), (3, 16), (12, 4)))
 def test_pairs_and_odd_heads_with_grouped_tokens(heads: int, tokens: int) -> None:
     judge(Case(S=19, S_kv=90, H=heads, K=33, causal=True, invalid="shuffled").inputs(), tokens_per_tile=tokens)
 

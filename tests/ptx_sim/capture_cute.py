@@ -32,8 +32,17 @@ _shim: ctypes.CDLL | None = None
 _keep: list = []
 
 
+def gpu_in_the_way() -> str | None:
+    """Why nothing can be captured on this machine: its GPU's driver and the stand-in cannot serve one process."""
+    if torch.cuda.device_count():
+        return "a GPU is present, and the stand-in would take its driver's place: hide it by CUDA_VISIBLE_DEVICES="
+    return None
+
+
 def available() -> str | None:
     """None when capture can work here, else the reason why not."""
+    if reason := gpu_in_the_way():
+        return reason
     if shutil.which("gcc") is None and shutil.which("cc") is None:
         return "no C compiler for the runtime stand-in"
     from importlib.util import find_spec

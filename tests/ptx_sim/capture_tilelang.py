@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from . import tensormap
-from .capture_cute import _CLUSTER_DIMENSION, _NONPORTABLE, CudaView, _Attribute
+from .capture_cute import _CLUSTER_DIMENSION, _NONPORTABLE, CudaView, _Attribute, gpu_in_the_way
 from .launch import Launch, dump_if_asked, tensor_entry
 from .parser import Module, parse
 
@@ -53,6 +53,8 @@ _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 def available() -> str | None:
     """None when capture can work here, else the reason why not."""
+    if reason := gpu_in_the_way():
+        return reason
     for tool in ("gcc", "nvcc"):
         if shutil.which(tool) is None:
             return f"no {tool}"

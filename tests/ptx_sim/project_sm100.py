@@ -91,10 +91,12 @@ def forward(
 def backward(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of such a problem, from the float64 forward's rounded out and lse, all tiles on one CTA."""
     import cute_sparse_mla
+    from cute_sparse_mla.config import SparseAttentionConfig
 
     truth = oracle(p)
     out, lse = truth["out"].to(p.q.dtype), truth["lse"].float().contiguous()
     with simulated(multiprocessors=1):
         return cute_sparse_mla.bwd(
-            p.q, p.kv[:, None], out, p.dout, p.indices, lse, topk_length=p.lengths, attn_sink=p.sink, backend="sm100"
-        )
+            p.q, p.kv[:, None], out, p.dout, p.indices, lse, topk_length=p.lengths, attn_sink=p.sink, backend="sm100",
+            config=SparseAttentionConfig(tokens_per_tile=1),
+        )  # fmt: skip

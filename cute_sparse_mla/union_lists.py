@@ -1,0 +1,107 @@
+"""How the kernels that make gather lists of token groups are sized, and when groups pay: the same on both backends.
+
+Such a kernel (`hopper/unions.py`, `sm100/unions.py`) keeps a bit for every row of kv and token of a tile in shared
+memory, for as many rows at a time as `UnionPlan.span` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .problem import Problem
+
+TOKENS_PER_TILE = (1, 2, 4, 8, 16)
+# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
+UNION_SIZES = {32_768: 512, 196_608: 1024}
+UNION_WIDTH = 16  # bits of a row where all rows of kv fit the smallest; else one for each token
+# A sample is 32 tiles and 2**-2 of the rows of kv, fewer where kv is long.
+SAMPLES, SAMPLE_STEP = 32, 2
+
+
+@dataclass(frozen=True)
+class UnionPlan:
+    """What the kernel of the union lists is compiled for: as many rows of kv at a time as have their bits in `size`.
+
+    A row has `width` bits, at least one for every token of a tile.
+    """
+
+    tokens: int
+    index_dtype: str
+    size: int
+    width: int
+
+    @property
+    def words(self) -> int:
+        return self.size // 4
+
+    @property
+    def span(self) -> int:
+        """Rows of kv at a time."""
+        return self.size * 8 // self.width
+
+    @property
+    def threads(self) -> int:
+        return UNION_SIZES[self.size]
+
+
+def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
+    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
+    name, least = _name(index_dtype), min(UNION_SIZES)
+    return [
+        UnionPlan(tokens, name, least, UNION_WIDTH),
+        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
+    ]
+
+
+def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The one for a problem."""
+    plans = union_plans(tokens, problem.index_dtype)
+    return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
+
+
+def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    """The same for the kernel that looks at a sample."""
+    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
+
+
+def sample_step(problem: Problem, plan: UnionPlan) -> int:
+    """A sample looks at one of `2**step` rows of kv: few, and as many as fit."""
+    return max(SAMPLE_STEP, (-(-problem.S_kv // plan.span) - 1).bit_length())
+
+
+def group_size(problem: Problem, rows: int) -> int:
+    """Most tokens whose heads fill a tile of so many rows: what is tried where the config does not say."""
+    return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= rows), default=1)
+
+
+@dataclass(frozen=True)
+class GroupCosts:
+    """What groups cost on one architecture.
+
+    `slot`: a slot of a tile of several tokens beside one of a single token, up to so many rows of kv (masks cost,
+    rising rows save as kv leaves the L2). As shares of an ungrouped forward, `lists`: lists of 8 tokens a tile,
+    `lists_per_row`: those per row of kv, `exit`: the kernel that leaves at once.
+    """
+
+    slot: dict[int, float]
+    lists: float
+    lists_per_row: float
+    exit: float
+
+    def per_mille(self, problem: Problem, tokens: int, units: int, gain: float = 1.0) -> int:
+        """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays.
+
+        `units` tiles run at a time; the grouped time may be `gain` times the other.
+        """
+        single = problem.B * problem.S * problem.G
+        waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
+        # Few tokens a tile make more lists: twice the cost at 2 tokens.
+        lists = (self.lists + self.lists_per_row * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + self.exit
+        slot = next(cost for rows, cost in self.slot.items() if problem.S_kv <= rows)
+        return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
