@@ -628,16 +628,17 @@ class Backward(Forward):
         width = BLOCK_K if is_tail else HALF_K
         given = []
         for start in cutlass.range_constexpr(0, BLOCK_K, width):
-            if const_expr(not is_tail):
-                for key in cutlass.range_constexpr(len(given), BLOCK_K if plan.reads_ahead else start + width, HALF_K):
-                    given += self.read_sums(lanes + p_dout + key)
-                    if const_expr(plan.shared_sums and len(given) == BLOCK_K):
-                        if is_last:
-                            ptx.fence_before()
-                            self.arrive_warp(bar["dp_free"])
+            if const_expr(not is_tail and len(given) == start):
+                reach = BLOCK_K if plan.reads_ahead else start + width
+                for key in cutlass.range_constexpr(start, reach, HALF_K):
+                    given += self.read_sums(lanes + p_dout + key, plan.reads_ahead)
+                if const_expr(plan.shared_sums and reach == BLOCK_K):
+                    if is_last:
+                        ptx.fence_before()
+                        self.arrive_warp(bar["dp_free"])
             sums = []
             for key in cutlass.range_constexpr(start, start + width, HALF_K):
-                sums += [x * sm_scale for x in self.read_sums(lanes + ds_q + key)]
+                sums += [x * sm_scale for x in self.read_sums(lanes + ds_q + key, False)]
             if const_expr(not is_tail):
                 sums = [x + y for x, y in zip(sums, given[start : start + width], strict=True)]
             if const_expr(start + width == BLOCK_K):
@@ -654,14 +655,15 @@ class Backward(Forward):
                     else:
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
 
-    def read_sums(self, columns) -> list:
+    def read_sums(self, columns, at_once: bool) -> list:
         """32 keys of the warp's lanes 0 to 15, then 16 to 31: register 4 i + 2 j + k of 16 is row l // 4 + 8 j and key
-        8 i + 2 (l % 4) + k. One after the other: at once they would spill.
+        8 i + 2 (l % 4) + k. Where all are used at once, one after the other: they would spill.
         """
         out = []
         for first in (0, WARP // 2):
             out += ptx.load_fragments(columns + (first << 16), HALF_K)
-            cute.arch.fence_view_async_tmem_load()
+            if not at_once or first > 0:
+                cute.arch.fence_view_async_tmem_load()
         return out
 
     @cute.jit
