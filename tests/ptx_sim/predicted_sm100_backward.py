@@ -27,12 +27,14 @@ from .predict import Footprint, Pair, memory_of, predict, savings
 from .predicted import ROOT, Row, predict_row
 from .predicted_sm100 import D_V, ROWS, TILES, Shape, ctas, footprint, published, write_lines
 from .rates import GB200
-from .replay import replay
+from .replay import Memory, replay
 from .trace import Trace, record
 
 OUT = ROOT / "bench" / "results" / "sm100_predicted_backward.jsonl"
 WHEEL_KERNELS = "cudnn sm100 backward"
 SLOTS, MORE_SLOTS, BLOCK = 320, 640, 64
+# (tiles of a cluster, slots) that the main kernel is recorded with.
+SIZES = ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS))
 # (heads, D) -> numbers of slots for which the wheel has the same kernel.
 WHEEL_SLOTS = {(128, 512): (512, 1152), (128, 576): (512, 1024)}
 WHEEL_TOKENS = (64, 128)
@@ -67,8 +69,12 @@ def capture(shape: Shape, tokens: int, slots: int, rows: int = ROWS, determinist
     sink = torch.randn(shape.heads, generator=gen) if shape.sink else None
     with project_sm100.simulated(multiprocessors=ctas(shape), run=False) as recorder:
         import cute_sparse_mla
+        from cute_sparse_mla.config import SparseAttentionConfig
 
-        cute_sparse_mla.bwd(q, kv, out, out, indices, lse, attn_sink=sink, deterministic=deterministic, backend="sm100")
+        alone = SparseAttentionConfig(tokens_per_tile=1)
+        cute_sparse_mla.bwd(
+            q, kv, out, out, indices, lse, attn_sink=sink, deterministic=deterministic, config=alone, backend="sm100"
+        )
     return recorder.launches
 
 
@@ -81,7 +87,7 @@ def recorded(shape: Shape, deterministic: bool = False) -> tuple[Trace, dict[tup
 def _recorded(shape: Shape, deterministic: bool) -> tuple[Trace, dict[tuple[int, int], Trace]]:
     """Layers that differ in the number of slots only are recorded once."""
     found = {}
-    for tiles, slots in ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS)):
+    for tiles, slots in SIZES:
         values, main, *_ = capture(shape, tiles, slots, deterministic=deterministic)
         found[tiles, slots] = record(main)
     return record(values, 1), found
@@ -93,9 +99,21 @@ def clocks(
 ) -> tuple[float, float, float]:
     """(clocks of two tiles of `SLOTS` slots, of a tile more, of a block more in a tile) of the main kernel."""
     _, traces = recorded(shape, deterministic)
-    memory = memory_of(GB200, Footprint(gather_mb, adds_mb), active)
-    first, tile, block = (replay(trace, GB200, memory).clocks for trace in traces.values())
+    return tile_clocks(traces, memory_of(GB200, Footprint(gather_mb, adds_mb), active))
+
+
+def tile_clocks(traces: dict[tuple[int, int], Trace], memory: Memory) -> tuple[float, float, float]:
+    """The same of a persistent kernel recorded in `SIZES`."""
+    first, tile, block = (replay(traces[size], GB200, memory).clocks for size in SIZES)
     return first, tile - first, (block - first) / TILES[0] / ((MORE_SLOTS - SLOTS) / BLOCK)
+
+
+def launch_milliseconds(clocks: tuple[float, float, float], tiles: int, slots: float) -> float:
+    """A launch whose longest cluster, which decides, has so many tiles of so many slots."""
+    first, tile, block = clocks
+    more = (slots - SLOTS) / BLOCK * block
+    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
+    return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
 
 
 @functools.cache
@@ -106,17 +124,9 @@ def limits(shape: Shape, gather_mb: float, adds_mb: float) -> dict[str, float]:
 
 
 def main_milliseconds(shape: Shape, tokens: int) -> float:
-    """The main kernel; the longest cluster decides."""
+    """The main kernel."""
     tiles = math.ceil(tokens / (int(GB200["sms"]) // ctas(shape)))
-    return _launch_milliseconds(shape, tiles, clocks(shape, footprint(shape, tokens), adds(shape, tokens)))
-
-
-def _launch_milliseconds(shape: Shape, tiles: int, found: tuple[float, float, float]) -> float:
-    """A launch whose longest cluster has so many tiles."""
-    first, tile, block = found
-    more = (shape.K - SLOTS) / BLOCK * block
-    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
-    return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
+    return launch_milliseconds(clocks(shape, footprint(shape, tokens), adds(shape, tokens)), tiles, shape.K)
 
 
 def deterministic_milliseconds(shape: Shape, tokens: int) -> float:
@@ -134,7 +144,7 @@ def _part_milliseconds(shape: Shape, tokens: int, tiles: int, clusters: int) -> 
     """Main kernel, sorting and sums of a part of so many tiles."""
     active = min(tiles, clusters) * ctas(shape)
     found = clocks(shape, footprint(shape, tokens), 0.0, True, active)
-    main = _launch_milliseconds(shape, math.ceil(tiles / clusters), found)
+    main = launch_milliseconds(found, math.ceil(tiles / clusters), shape.K)
     terms = tiles * shape.K
     sort = terms * SORT_PASSES * 2 * 16 / (GB200["dram"] * 1e9) + SORT_KERNELS * GB200["launch"] / 1e3
     return main + sort + _sum_milliseconds(shape, tokens, terms)
