@@ -295,7 +295,7 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
                             T.wait_wgmma(0)
-                        T.barrier_arrive(stage_free)
+                            T.barrier_arrive(stage_free)
                         T.barrier_arrive(ds_free)
                     if i < blocks:
                         for r in T.unroll(4):
