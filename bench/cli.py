@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from cute_sparse_mla import arguments
 from cute_sparse_mla.errors import ArgumentValueError, SparseMLAError
 from cute_sparse_mla.text_rows import Indexer, load_indexer
 
-from . import report
+from . import gaps, report, tune
 from .harness import Run, Settings, run_shape
 from .implementations import PASSES, Implementation, Ours, Pair
 from .peers import PEERS
@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--l2-flush", action="store_true", help="overwrite the L2 before every run (GPU)")
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph (GPU)")
+    parser.add_argument("--tune", action="store_true",
+                        help="measure the config table again (GPU), or its classes of each --shape")  # fmt: skip
+    parser.add_argument("--write-table", action="store_true", help="with --tune: put the result into the table")
+    parser.add_argument("--gaps", action="store_true",
+                        help="what a call of ours costs beyond its kernels: queued, replayed, alone (GPU)")  # fmt: skip
     parser.add_argument("--verify-tokens", type=int, default=64, metavar="N",
                         help="query tokens judged against float64 (default 64; 0: none)")  # fmt: skip
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of the random inputs (default 0)")
@@ -160,6 +165,15 @@ def _indexer(args: argparse.Namespace, shapes: Sequence[BenchShape]) -> Indexer 
         return None
 
 
+def _settings(
+    args: argparse.Namespace, device: torch.device, progress: Callable[[str], None] = lambda message: None
+) -> Settings:
+    return Settings(
+        device, tuple(_words("pass", args.passes, PASSES)), args.reps, args.seconds, args.l2_flush, args.graph,
+        args.verify_tokens, args.seed, progress,
+    )  # fmt: skip
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark. Exit code 0, or 1 when something missed its verification or ours failed."""
     device = args.device or arguments.default_device()
@@ -168,9 +182,13 @@ def main(args: argparse.Namespace) -> int:
     shapes = _shapes(args, "cuda" if device.type == "cuda" else "cpu")
     implementations = _implementations(args)
     indexer = _indexer(args, shapes)
-    if device.type != "cuda" and (args.graph or args.l2_flush):
-        raise ArgumentValueError("--graph, --l2-flush", "need a GPU", device)
+    if device.type != "cuda" and (args.graph or args.l2_flush or args.gaps or args.tune):
+        raise ArgumentValueError("--graph, --l2-flush, --gaps, --tune", "need a GPU", device)
     run = Run(device)
+    if args.tune:
+        settings = _settings(args, device)
+        indexer = _indexer(args, [replace(shape, rows="text") for shape in shapes])
+        return tune.main(args, [plain_shape(text) for text in args.shape], settings, run, indexer)
     print(f"run {run.id} on {run.device_name}: {', '.join(i.name for i in implementations)}")
     start, failed = time.perf_counter(), False
     for number, shape in enumerate(shapes, 1):
@@ -178,14 +196,16 @@ def main(args: argparse.Namespace) -> int:
         def progress(step: str, label: str = f"[{number}/{len(shapes)}] {shape}") -> None:
             print(f"{time.perf_counter() - start:7.1f} s  {label}: {step}", file=sys.stderr, flush=True)
 
-        settings = Settings(
-            device, tuple(_words("pass", args.passes, PASSES)), args.reps, args.seconds, args.l2_flush, args.graph,
-            args.verify_tokens, args.seed, progress,
-        )  # fmt: skip
+        settings = _settings(args, device, progress)
         rows = run_shape(shape, implementations, settings, run, indexer)
         if args.out:
             report.append_jsonl(args.out, rows)
         print(f"\n{shape}\n{report.table(rows)}", flush=True)
+        for ours in (i for i in implementations if args.gaps and isinstance(i, Ours)):
+            found = gaps.rows(shape, ours, settings, run, indexer)
+            if args.out:
+                report.append_jsonl(args.out, found)
+            print("\n".join(map(gaps.describe, found)), flush=True)
         failed |= any(row["ok"] is False for row in rows)
     return int(failed)
 

@@ -174,17 +174,20 @@ class Ours(Implementation):
     def _options(self) -> dict[str, Any]:
         return {"backend": self.backend, "config": self.settings}
 
-    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+    def explained(self, problem: Problem, device: torch.device) -> cute_sparse_mla.Explanation:
+        """What runs such a call on a device."""
         q = torch.empty(problem.S, problem.H, problem.D, dtype=problem.dtype, device="meta")
         kv = torch.empty(problem.S_kv, problem.G, problem.D, dtype=problem.dtype, device="meta")
         rows = torch.empty(problem.S, problem.G, problem.K, dtype=problem.index_dtype, device="meta")
         # The meta device costs no memory; the answer is the real device's.
-        capability = env.capability(device)
-        if capability is None and (self.backend or "reference") == "reference":
-            return ""
-        answer = cute_sparse_mla.explain(
-            q, kv, rows, d_v=problem.d_v, causal=problem.causal, capability=capability, **self._options()
+        return cute_sparse_mla.explain(
+            q, kv, rows, d_v=problem.d_v, causal=problem.causal, capability=env.capability(device), **self._options()
         )
+
+    def unsupported(self, problem: Problem, which: str, device: torch.device) -> str:
+        if env.capability(device) is None and (self.backend or "reference") == "reference":
+            return ""
+        answer = self.explained(problem, device)
         return "" if answer.ok else answer.reason
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Call:

@@ -132,8 +132,9 @@ def bwd(
         out, dout: `[..., H, d_v]` in q's dtype, rows as `q`'s, but they may be expanded over leading axes; `d_v` is
             taken from `out`.
         lse, dlse: fp32 `[..., H]`, any strides. `dlse` of a row without a valid slot is ignored, NaN included.
-        deterministic: bitwise equal results from run to run. On Blackwell each row of dkv is then a sum in order of
-            tokens and slots, whose terms pass through up to 252 MB of memory: slower, the more so the larger K.
+        deterministic: bitwise equal results from run to run on one kind of GPU. Each row of dkv is then a sum in fixed
+            order, whose terms pass through up to 252 MB of memory: slower, the more so the larger K. On Hopper tokens
+            are then taken one by one, whatever `config` or `plan` say of groups.
         dkv: optional fp32 buffer of kv's shape, contiguous; the gradient is added into it and it is returned.
         dkv_dtype: dtype of the returned dkv: kv's (default) or `torch.float32`. Sums are fp32 always.
         others: as in `fwd`.

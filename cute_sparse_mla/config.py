@@ -1,6 +1,7 @@
 """Kernel configurations: what a caller may set, and the measured table that fills in the rest.
 
 Every row of the table says why it is there and which measurement chose it; `explain` prints the row that was used.
+Rows for classes of D, heads, K and rows of kv are measured by `python -m cute_sparse_mla bench --tune`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from .problem import MAX_HEADS_PER_GROUP, Problem
 
 THREAD_COUNTS = (128, 256, 384, 512)
+ANY = (0, 2**63 - 1)
+# Rows that `python -m cute_sparse_mla bench --tune --write-table` measured, and nothing else.
+MEASURED = Path(__file__).parent / "data" / "configs.json"
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,10 @@ def decode(text: str) -> SparseAttentionConfig:
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """One row of the table: where it holds, what it sets, why, and the figure that chose it."""
+    """One row of the table: where it holds, what it sets, why, and the figure that chose it.
+
+    It holds for these D (none: any) and from the first to the second of `heads` (per group), `K` and `S_kv`.
+    """
 
     architecture: str
     D: tuple[int, ...]
@@ -90,13 +99,15 @@ class ConfigRow:
     config: SparseAttentionConfig
     reason: str
     figure: str
+    K: tuple[int, int] = ANY
+    S_kv: tuple[int, int] = ANY
 
     def holds_for(self, architecture: str, problem: Problem) -> bool:
-        low, high = self.heads
+        numbers = ((problem.heads_per_group, self.heads), (problem.K, self.K), (problem.S_kv, self.S_kv))
         return (
             architecture == self.architecture
             and (not self.D or problem.D in self.D)
-            and low <= problem.heads_per_group <= high
+            and all(low <= number <= high for number, (low, high) in numbers)
         )
 
 
@@ -141,11 +152,28 @@ TABLE: tuple[ConfigRow, ...] = (
 )  # fmt: skip
 
 
+def measured_entries() -> tuple[dict[str, Any], ...]:
+    """What `MEASURED` holds: `architecture`, `D`, `heads`, `K`, `S_kv`, `changes` to the table's config, `figure`."""
+    return tuple(json.loads(MEASURED.read_text(encoding="utf-8")))
+
+
+@cache
+def measured() -> tuple[ConfigRow, ...]:
+    """The measured rows, which come before those of `TABLE`: its config and reason, with changes and own figures."""
+    rows = []
+    for entry in measured_entries():
+        base = next(row for row in TABLE if row.architecture == entry["architecture"])
+        heads, K, S_kv = (tuple(entry[name]) for name in ("heads", "K", "S_kv"))
+        config = replace(base.config, **entry["changes"])
+        rows.append(ConfigRow(base.architecture, (entry["D"],), heads, config, base.reason, entry["figure"], K, S_kv))
+    return tuple(rows)
+
+
 def choose(
     architecture: str, problem: Problem, config: SparseAttentionConfig
 ) -> tuple[SparseAttentionConfig, ConfigRow]:
     """The caller's config with the first matching row's values filled in, and that row."""
-    for row in TABLE:
+    for row in (*measured(), *TABLE):
         if row.holds_for(architecture, problem):
             return config.filled_from(row.config), row
     raise UnsupportedError(

@@ -26,6 +26,10 @@ under the dkv chunks and their adds, the longest part):
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores.
+
+An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view. The terms
+of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that the part before has
+left in `Sums`, in fp32 and unscaled, and leave its own there.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -54,11 +58,15 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     TOKENS = plan.tokens
+    ORDERED = plan.ordered
+    ADD_ROWS = f"sparse_mla::add_rows<{'true' if ORDERED else 'false'}>"
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
     STAGE_0 = D_V if TAIL else 0
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    # Elements of dkv or its terms, and of the sums of dq between parts.
+    N, M = T.dynamic("N", i64), T.dynamic("M", i64)
     # Tiles of this launch along the sequence, each with a gather list of up to K slots.
     L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
@@ -89,15 +97,28 @@ def build(plan: Plan) -> PrimFunc:
     @T.macro
     def add(acc, stage, dKV, column, row_stride, my_rows):
         T.call_extern(
-            "handle", "sparse_mla::add_rows", acc.data, T.access_ptr(stage[0, STAGE_0], "r", 1), dKV.data, column,
-            row_stride, my_rows[0], my_rows[1], my_rows[2], my_rows[3],
+            "handle", ADD_ROWS, acc.data, T.access_ptr(stage[0, STAGE_0], "r", 1), dKV.data, column, row_stride,
+            my_rows[0], my_rows[1], my_rows[2], my_rows[3],
         )  # fmt: skip
 
     @T.macro
+    def start_dq(dq, Sums, starts, cta, column, columns):
+        if ORDERED and starts == 0:
+            for h, d in T.Parallel(ROWS, columns):
+                dq[h, d] = Sums[(cta * ROWS + h) * D + column + d]
+        else:
+            T.fill(dq, 0)
+
+    @T.macro
+    def leave_dq(dq, Sums, cta, column, columns):
+        for h, d in T.Parallel(ROWS, columns):
+            Sums[(cta * ROWS + h) * D + column + d] = dq[h, d]
+
+    @T.macro
     def matrix_warpgroup(
-        w, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, slot_bits, stage,
-        dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready, stats_ready, kv_ready,
-        tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free,
+        w, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, slot_bits, stage,
+        dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
+        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free,
     ):  # fmt: skip
         s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
         dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
@@ -105,7 +126,7 @@ def build(plan: Plan) -> PrimFunc:
         acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
         H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
         C0, C1 = w * HALF, (w + 1) * HALF
-        T.fill(dq, 0)
+        start_dq(dq, Sums, starts, cta, C0, HALF)
         T.barrier_wait(stats_ready, 0)
         T.barrier_wait(q_ready, 0)
         for i in T.serial(blocks):
@@ -120,6 +141,8 @@ def build(plan: Plan) -> PrimFunc:
             T.barrier_wait(rows_ready, i & 1)
             for n in T.unroll(4):
                 my_rows[n] = slot_row[my_slot + 4 * n]
+                if ORDERED:
+                    my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
             T.wait_wgmma(0)
             for k, h in T.Parallel(BLOCK_K, HEADS_WG):
                 s[k, h] = T.if_then_else(
@@ -162,10 +185,13 @@ def build(plan: Plan) -> PrimFunc:
                 add(acc, stage, dKV, dkv_base + C0 + c * CHUNK, row_stride, my_rows)
             if TAIL:
                 T.barrier_arrive(stage_done)
-        for h, d in T.Parallel(ROWS, HALF):
-            dq[h, d] *= sm_scale
-        T.copy(dq, KV_s[:, C0:C1])
-        store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, tx - w * WARPGROUP, C0, C1)
+        if ORDERED and ends == 0:
+            leave_dq(dq, Sums, cta, C0, HALF)
+        else:
+            for h, d in T.Parallel(ROWS, HALF):
+                dq[h, d] *= sm_scale
+            T.copy(dq, KV_s[:, C0:C1])
+            store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, tx - w * WARPGROUP, C0, C1)
 
     @T.prim_func
     def sparse_mla_bwd(
@@ -179,13 +205,17 @@ def build(plan: Plan) -> PrimFunc:
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Stats: T.Tensor((4, B, S, H), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
-        dKV: T.Tensor((B, S_kv, G, D), fp32),
+        dKV: T.Tensor((N,), fp32),
+        Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
         tile_0: T.int32,
+        part_slots: T.int32,
+        starts: T.int32,
+        ends: T.int32,
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
@@ -220,6 +250,7 @@ def build(plan: Plan) -> PrimFunc:
 
             leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
+            cta = T.cast(bx, i64)
             tile = T.alloc_var("int32")
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
@@ -285,7 +316,7 @@ def build(plan: Plan) -> PrimFunc:
                     if r * 16 + r0 < length:
                         idx[r] = Indices[b, ti, g, r * 16 + r0]
                 if TAIL:
-                    T.fill(dq_t, 0)
+                    start_dq(dq_t, Sums, starts, cta, D_V, TAIL)
 
                 # Iteration i finishes block i - 1 and gathers block i.
                 for i in T.serial(blocks + 1):
@@ -323,10 +354,13 @@ def build(plan: Plan) -> PrimFunc:
                 if TAIL:
                     if blocks > 0:
                         T.barrier_wait(stage_done, (blocks - 1) & 1)
-                    for h, d in T.Parallel(ROWS, TAIL):
-                        dq_t[h, d] *= sm_scale
-                    T.copy(dq_t, KV_s[:, D_V:D])
-                    store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, D_V, D)
+                    if ORDERED and ends == 0:
+                        leave_dq(dq_t, Sums, cta, D_V, TAIL)
+                    else:
+                        for h, d in T.Parallel(ROWS, TAIL):
+                            dq_t[h, d] *= sm_scale
+                        T.copy(dq_t, KV_s[:, D_V:D])
+                        store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, D_V, D)
 
             else:
                 T.set_max_nreg(MATRIX_REGISTERS, 1)
@@ -334,22 +368,22 @@ def build(plan: Plan) -> PrimFunc:
                 my_slot = tx % WARPGROUP // 32 * 16 + tx % 32 // 8
                 my_rows = T.alloc_local([4], "int32")
                 row_stride = T.alloc_var("int32")
-                row_stride = T.cast(G * D, "int32")
+                row_stride = T.cast(D if ORDERED else G * D, "int32")
                 dkv_base = T.alloc_var(i64)
-                dkv_base = (b * S_kv * G + g) * D
+                dkv_base = cta * part_slots * D if ORDERED else (b * S_kv * G + g) * D
                 if tx < WARPGROUP:
                     matrix_warpgroup(
-                        0, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
-                        slot_bits, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale,
-                        q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
-                        ds_ready, ds_free,
+                        0, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
+                        slot_bits, stage, dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride,
+                        scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free,
+                        stage_free, stage_done, ds_ready, ds_free,
                     )  # fmt: skip
                 else:
                     matrix_warpgroup(
-                        1, tx, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
-                        slot_bits, stage, dQ, dKV, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale,
-                        q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done,
-                        ds_ready, ds_free,
+                        1, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
+                        slot_bits, stage, dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride,
+                        scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free,
+                        stage_free, stage_done, ds_ready, ds_free,
                     )  # fmt: skip
 
     return sparse_mla_bwd

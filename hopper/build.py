@@ -9,8 +9,8 @@ from typing import Any
 import tilelang
 
 from ..union_lists import UnionPlan
-from . import backward, forward, postprocess, preprocess, unions
-from .plan import Plan
+from . import backward, forward, ordered, postprocess, preprocess, unions
+from .plan import Plan, SumPlan, TermPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {
@@ -18,6 +18,8 @@ BUILDERS = {
     "preprocess": preprocess.build,
     "backward": backward.build,
     "postprocess": postprocess.build,
+    "term_rows": ordered.build_term_rows,
+    "ordered_sums": ordered.build_sums,
     "unions": unions.build,
     "union_samples": unions.build_samples,
 }
@@ -32,6 +34,6 @@ PASS_CONFIGS = {
 
 
 @functools.cache
-def kernel(kind: str, plan: Plan | UnionPlan) -> Callable[..., Any]:
+def kernel(kind: str, plan: Plan | UnionPlan | TermPlan | SumPlan) -> Callable[..., Any]:
     """The compiled kernel of this kind (a name of `BUILDERS`)."""
     return tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)

@@ -5,9 +5,12 @@ Tensors arrive checked and in batched form: `q [B, S, H, D]`, `kv [B, S_kv, G, D
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +39,8 @@ from .plan import (
     SMEM_LIMIT,
     THREADS,
     Plan,
+    SumPlan,
+    TermPlan,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,6 +57,9 @@ COSTS = GroupCosts(
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts, and
+# multiprocessors left to the sums of one part beside the main kernel of the next.
+WORKSPACE, TERM_SORT_BYTES, SUM_CTAS = 240 << 20, 48, 24
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -146,6 +154,8 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
             build.kernel("union_samples", sample_plan_of(problem, tokens))
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
+    if backward and torch.are_deterministic_algorithms_enabled():
+        _ordered_kernels(problem)
 
 
 @functools.cache
@@ -309,6 +319,128 @@ def fwd(
     return out, lse
 
 
+class Parts(NamedTuple):
+    """How a deterministic backward goes through a call: some tokens at a time, and parts of their lists.
+
+    `tokens` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
+    """
+
+    tokens: int
+    slots: int
+    parts: int
+    sorted: int
+
+
+def parts_of(problem: Problem, multiprocessors: int) -> Parts:
+    """Terms of two parts, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+    terms, state = BLOCK_K * 2 * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    to_sort = BLOCK_K * TERM_SORT_BYTES
+    blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
+    wave, lists = max(1, multiprocessors - SUM_CTAS), WORKSPACE // (blocks * (terms + to_sort))
+    groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
+    tokens = -(-problem.S // groups)
+    ctas = tokens * a_token
+    left = WORKSPACE // ctas - (0 if ctas <= lists else state)
+    if left < terms + to_sort:
+        raise UnsupportedError(
+            f"deterministic=True on sm90 takes up to {WORKSPACE // (state + terms + to_sort)} "
+            f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
+        )
+    # All parts of a list are sorted together where that takes no more than an eighth.
+    kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
+    parts = -(-blocks // max(1, (left - kept) // terms))
+    slots = -(-blocks // parts)
+    return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
+
+
+def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
+    """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
+    plans = {
+        "backward": dataclasses.replace(plan_of(problem), ordered=True),
+        "term_rows": TermPlan(_name(problem.index_dtype)),
+        "ordered_sums": SumPlan(problem.D),
+    }
+    return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+class _Beside:
+    """A second stream beside the current one, for work that may overlap; on a CPU all is one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+
+    def done(self) -> torch.cuda.Event | None:
+        """What the current stream, the second one inside `running`, has been given so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self.stream else None
+
+    def running(self) -> AbstractContextManager:
+        """Inside, the second stream is the current one."""
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """The current stream waits."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _in_order(
+    problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
+    scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
+) -> None:  # fmt: skip
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part.
+
+    A second stream sorts, and adds the terms of a part while the main kernel writes those of the next: two buffers.
+    """
+    device, tiles, D, units = q.device, _tiles(problem), problem.D, env.multiprocessors(q.device)
+    tokens, slots, parts, sorted_parts = parts_of(problem, units)
+    rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
+    terms = torch.empty((2, ctas * slots, D), dtype=torch.float32, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if parts > 1:
+        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
+    bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
+    lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
+    lengths = lengths.clamp(min=0)
+    nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
+    backward, number, add = _ordered_kernels(problem)
+    beside = _Beside(device)
+    ready, added, buffer = beside.done(), [None, None], 0
+    for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
+        some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
+        size = ctas // tokens * some * slots
+        with beside.running():
+            beside.wait(ready)
+            row_of = torch.empty(count * size, dtype=torch.int32, device=device)
+            number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
+            row_of, order = row_of.sort(stable=True)
+            starts = torch.searchsorted(row_of, bounds, out_int32=True)
+        for part in range(first, first + count):
+            slot, last = part * slots, token + some == problem.S and part == parts - 1
+            taken = indices[:, token : token + some, :, slot : slot + slots]
+            left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
+            beside.wait(added[buffer])
+            backward(
+                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq,
+                terms[buffer].view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token, slots,
+                int(part == 0), int(part == parts - 1), *flags,
+            )  # fmt: skip
+            written = beside.done()
+            with beside.running():
+                beside.wait(written)
+                where = (part - first) * (rows + 1), (part - first) * size
+                add(terms[buffer], order, starts, dkv.view(rows, D), *where, units if last else SUM_CTAS)
+                added[buffer] = beside.done()
+            buffer = 1 - buffer
+    for event in added:
+        beside.wait(event)
+
+
 def bwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor,
     lse: Tensor, *, sm_scale: float, dlse: Tensor | None, topk_length: Tensor | None, q_positions: Tensor | None,
@@ -319,12 +451,10 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
+    Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
+    `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
+    that 8 bytes per row of kv and part of a list.
     """
-    if deterministic:
-        raise UnsupportedError(
-            "the sm90 backward adds dkv in no fixed order: deterministic=True is not supported; "
-            "backend='reference' is deterministic"
-        )
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
@@ -334,12 +464,17 @@ def bwd(
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
-        build.kernel("backward", gather.plan(problem))(
-            q, kv, dout, *gather.tensors, stats, dq, acc,
-            scale_log2, float(sm_scale), problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0,
-            *gather.flags,
-        )  # fmt: skip
+    scales = (scale_log2, float(sm_scale))
+    if deterministic:
+        _in_order(problem, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions)
+    else:
+        nothing = _scalar(device, 0.0, torch.float32)
+        for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
+            build.kernel("backward", gather.plan(problem))(
+                q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
+                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 1, 1,
+                *gather.flags,
+            )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)

@@ -31,13 +31,15 @@ class Plan:
     """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values.
 
     With `tokens` above 1 a tile's rows are that many neighbouring tokens, each with its heads padded to
-    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32.
+    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32. An `ordered` backward
+    stores the terms of dkv instead of adding them (`ordered.py`).
     """
 
     D: int
     dtype: str
     index_dtype: str
     tokens: int = 1
+    ordered: bool = False
 
     @property
     def forward_smem(self) -> dict[str, int]:
@@ -63,3 +65,17 @@ class Plan:
             "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
+
+
+@dataclass(frozen=True)
+class TermPlan:
+    """What the kernel that numbers the rows of dkv's terms is compiled for."""
+
+    index_dtype: str
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """What the kernel that adds the terms in order is compiled for."""
+
+    D: int

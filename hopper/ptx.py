@@ -9,16 +9,24 @@ namespace sparse_mla {
 // c ^ (2 (r % 4) ^ (r / 4))).
 // The adds of a part are issued after the writes of the next, which hides the latency of the reads.
 // `row_n`: kv row of slot 16 warp + 4 n + lane / 8, negative when the slot is invalid.
-template <int Offset>
+// With `Store` the rows are written instead.
+#define SPARSE_MLA_LINE(INSTRUCTION)                                                                               \
+  asm volatile("{\n"                                                                                               \
+               ".reg .pred valid;\n"                                                                               \
+               "setp.ge.s32 valid, %5, 0;\n"                                                                       \
+               "@valid " INSTRUCTION " [%0 + %6], {%1, %2, %3, %4};\n"                                             \
+               "}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)                        \
+               : "memory")
+template <bool Store, int Offset>
 __device__ __forceinline__ void add_line(float *to, int row, const float4 v) {
   // Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
-  asm volatile("{\n"
-               ".reg .pred valid;\n"
-               "setp.ge.s32 valid, %5, 0;\n"
-               "@valid red.global.add.v4.f32 [%0 + %6], {%1, %2, %3, %4};\n"
-               "}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)
-               : "memory");
+  if (Store)
+    SPARSE_MLA_LINE("st.global.v4.f32");
+  else
+    SPARSE_MLA_LINE("red.global.add.v4.f32");
 }
+#undef SPARSE_MLA_LINE
+template <bool Store>
 __device__ __forceinline__ void add_rows(const void *accumulator, const void *stage, const void *dkv, long long column,
                                          int row_stride, int row_0, int row_1, int row_2, int row_3) {
   const float *acc = static_cast<const float *>(accumulator);
@@ -40,18 +48,18 @@ __device__ __forceinline__ void add_rows(const void *accumulator, const void *st
     for (int j = 0; j < 4; ++j)
       *reinterpret_cast<float2 *>(write + 4 * ((2 * j + q / 2) ^ (2 * (r % 4) ^ r / 4))) =
           make_float2(mine_acc[4 * j], mine_acc[4 * j + 1]);
-    if (part == 1) add_line<0>(base + (long long)row_0 * row_stride, row_0, low);
-    if (part == 1) add_line<0>(base + (long long)row_1 * row_stride, row_1, high);
-    if (part == 2) add_line<128>(base + (long long)row_0 * row_stride, row_0, low);
-    if (part == 2) add_line<128>(base + (long long)row_1 * row_stride, row_1, high);
-    if (part == 3) add_line<0>(base + (long long)row_2 * row_stride, row_2, low);
-    if (part == 3) add_line<0>(base + (long long)row_3 * row_stride, row_3, high);
+    if (part == 1) add_line<Store, 0>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 1) add_line<Store, 0>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 2) add_line<Store, 128>(base + (long long)row_0 * row_stride, row_0, low);
+    if (part == 2) add_line<Store, 128>(base + (long long)row_1 * row_stride, row_1, high);
+    if (part == 3) add_line<Store, 0>(base + (long long)row_2 * row_stride, row_2, low);
+    if (part == 3) add_line<Store, 0>(base + (long long)row_3 * row_stride, row_3, high);
     __syncwarp();
     low = *reinterpret_cast<const float4 *>(read + 4 * (c ^ (2 * line)));
     high = *reinterpret_cast<const float4 *>(read + 128 + 4 * (c ^ (2 * line) ^ 1));
   }
-  add_line<128>(base + (long long)row_2 * row_stride, row_2, low);
-  add_line<128>(base + (long long)row_3 * row_stride, row_3, high);
+  add_line<Store, 128>(base + (long long)row_2 * row_stride, row_2, low);
+  add_line<Store, 128>(base + (long long)row_3 * row_stride, row_3, high);
 }
 }  // namespace sparse_mla
 """

@@ -292,8 +292,10 @@ def test_warmup_asks_the_backend_for_both_flavours(
 # -- the config table ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", config.TABLE, ids=lambda row: f"{row.architecture}-{row.D}-{row.heads}")
-def test_every_row_of_the_table(row: config.ConfigRow) -> None:
+@pytest.mark.parametrize(
+    "row", (*config.measured(), *config.TABLE), ids=lambda row: f"{row.architecture}-{row.D}-{row.heads}-{row.K}"
+)
+def test_every_row_of_the_table(row: config.ConfigRow, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reason and measurement given, ranges sane, values that a config may have, and not hidden by an earlier row."""
     assert row.reason and row.figure
     assert row.architecture in dispatch.BACKENDS
@@ -302,6 +304,11 @@ def test_every_row_of_the_table(row: config.ConfigRow) -> None:
     assert set(row.D) <= {D for D, _ in KERNEL_DIMS} or row.architecture == "reference"
     assert config.decode(row.config.encode()) == row.config
     problem = replace(PROBLEM, H=low, **({"D": row.D[0]} if row.D else {}))
+    if row in config.measured():
+        problem = replace(problem, K=row.K[0], S_kv=row.S_kv[0])
+    else:
+        # The rows of `config.TABLE` hold where nothing was measured.
+        monkeypatch.setattr(config, "measured", tuple)
     assert config.choose(row.architecture, problem, NOTHING) == (row.config, row)
 
 

@@ -169,8 +169,9 @@ def test_rows_in_order_where_dkv_is_large(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("heads", (8, 64))
-def test_graph_replay(heads: int) -> None:
+def test_graph_replay(heads: int, deterministic: bool) -> None:
     """Captured after one warm-up call, replayed on changed inputs, one row of them empty."""
     first, second = (BASE.but(H=heads).inputs(seed=seed, device="cuda") for seed in (1, 2))
     second.indices[:, 3] = -1
@@ -178,7 +179,8 @@ def test_graph_replay(heads: int) -> None:
 
     def step() -> tuple[torch.Tensor, ...]:
         out, lse = cute_sparse_mla.fwd(q, kv, indices, backend="sm90")
-        return out, lse, *cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, dkv_dtype=torch.float32, backend="sm90")
+        how = dict(dkv_dtype=torch.float32, deterministic=deterministic, backend="sm90")
+        return out, lse, *cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, **how)
 
     step()
     torch.cuda.synchronize()
@@ -193,6 +195,7 @@ def test_graph_replay(heads: int) -> None:
     assert torch.equal(captured[0], eager[0]) and torch.equal(captured[1], eager[1])
     assert torch.equal(captured[2], eager[2])
     torch.testing.assert_close(captured[3], eager[3], rtol=1e-5, atol=1e-5)
+    assert not deterministic or torch.equal(captured[3], eager[3])
 
 
 @pytest.mark.parametrize("planned", (False, True))

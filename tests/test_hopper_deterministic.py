@@ -1,0 +1,159 @@
+"""`deterministic=True` on SM90, the terms of dkv added in order: in the simulator, and what needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_sparse_mla
+from bench.cases import Case
+from cute_sparse_mla.errors import UnsupportedError
+from cute_sparse_mla.precision import Inputs, Judge, run
+from cute_sparse_mla.problem import Problem
+
+from .ptx_sim import coverage, project_hopper
+from .ptx_sim.policies import Delay, Priorities
+from .ptx_sim.races import Races
+from .simulated_judge import judge_gradients
+from .test_hopper_build import problem
+
+REASON = project_hopper.unavailable()
+simulated = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
+if REASON is None:
+    project_hopper.capture_tilelang.prepare()
+
+EVERYTHING = Case(
+    B=2, S=2, S_kv=40, H=8, G=2, K=70, invalid="out_of_range", length="random", causal=True, duplicates=True,
+    index_dtype=torch.int64, sink="random", dlse=True,
+)  # fmt: skip
+TWO_TILES = Case(S=2, S_kv=30, H=72, D=512, K=70, positions="random", invalid="shuffled", packed=True)
+
+
+def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor | None = None, **how: object) -> tuple[Tensor, ...]:
+    given = {**i.options, "deterministic": True, **how}
+    return cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, backend="sm90", **given)
+
+
+def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tokens: int) -> None:
+    """Room for one block of slots of so many tokens at a time."""
+    from cute_sparse_mla.hopper import launch
+
+    ctas = case.B * case.G * -(-case.H // case.G // 64) * tokens
+    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SUM_CTAS)
+    room = 64 * (8 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
+    monkeypatch.setattr(launch, "WORKSPACE", ctas * room)
+
+
+@simulated
+@pytest.mark.parametrize("case", (EVERYTHING, TWO_TILES), ids=("everything", "two_tiles"))
+def test_contract(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the precision clause and without a race, in several groups of tokens and parts of their lists."""
+    observer = Races()
+    with project_hopper.simulated(observer=observer) as recorder:
+        small_workspace(monkeypatch, case, 1)
+        judge_gradients(case.inputs(seed=3), backward)
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+    used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
+    assert not used - set(coverage.witnesses())
+    parts = [entry.kernel for entry in recorder.launches].count("sparse_mla_ordered_sums_kernel")
+    assert parts == case.S * -(-case.K // 64)
+
+
+@simulated
+def test_schedules_change_nothing() -> None:
+    """Two adversarial schedules of CTAs whose terms belong to the same rows: bit for bit."""
+    i = Case(S=3, S_kv=20, H=4, D=512, K=40, invalid="shuffled", sink="random", dlse=True).inputs(seed=4)
+    out, lse = Judge(i).budget_forward()
+
+    def gradients(seed: int) -> tuple[Tensor, ...]:
+        with project_hopper.simulated(resident=3, policy=Delay(seed), order=Priorities(seed)):
+            return backward(i, out, lse, torch.zeros(i.kv.shape))
+
+    first, second = (gradients(seed) for seed in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def layer(**changes: int) -> Problem:
+    return problem(**{"heads": 64, "S": 4096, "S_kv": 8192, "K": 2048, **changes})
+
+
+SIZES = (
+    {}, {"S": 1}, {"S": 16384}, {"heads": 128}, {"D": 512, "K": 640}, {"K": 1}, {"K": 100_000}, {"B": 300, "S": 70},
+    {"S": 1_000_000, "K": 64},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", SIZES, ids=str)
+def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
+    """What is held beside fp32 dkv, per-row values and the bounds of the sorted rows."""
+    from cute_sparse_mla.hopper import launch
+
+    sizes = layer(**changes)
+    parts = launch.parts_of(sizes, 132)
+    ctas = sizes.B * sizes.G * parts.tokens * launch._tiles(sizes)
+    assert parts.slots % 64 == 0 and parts.parts * parts.slots >= sizes.K and 1 <= parts.sorted <= parts.parts
+    terms = 2 * ctas * parts.slots * sizes.D * 4
+    sums = ctas * 64 * sizes.D * 4 if parts.parts > 1 else 0
+    assert terms + sums + ctas * parts.slots * parts.sorted * launch.TERM_SORT_BYTES <= launch.WORKSPACE < 256e6
+
+
+def test_batches_beyond_the_workspace_are_refused() -> None:
+    from cute_sparse_mla.hopper import launch
+
+    with pytest.raises(UnsupportedError, match=r"takes up to 564 .* not 5000; pass fewer batch entries"):
+        launch.parts_of(layer(B=5000, S=1), 132)
+
+
+# -- on a Hopper GPU -----------------------------------------------------------------------------------------------
+
+ON_GPU = (
+    EVERYTHING.but(S=45, S_kv=300, K=700),
+    TWO_TILES.but(S=33, S_kv=300, K=300),
+    Case(S=40, S_kv=4096, H=8, K=2048, causal=True, length="random", sink="random"),
+    Case(S=300, S_kv=50, H=64, K=640, D=512, dtype=torch.float16, duplicates=True, invalid="one_row", dlse=True),
+)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("small", (False, True), ids=("whole", "parts"))
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{case.S}x{case.S_kv}_{case.H}_{case.D}")
+def test_contract_on_a_gpu(case: Case, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small:
+        small_workspace(monkeypatch, case, 4)
+    judge = Judge(case.inputs(seed=3, device="cuda"))
+    checks = judge.checks(run(judge.inputs, cute_sparse_mla.fwd, cute_sparse_mla.bwd, deterministic=True))
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("heads", (8, 64))
+def test_a_hundred_times_on_a_gpu(heads: int) -> None:
+    """Bitwise equal, the default's dkv not; dq is the default's."""
+    case = Case(S=500, S_kv=600, H=heads, K=512, sink="random", causal=True, duplicates=True)
+    i = case.inputs(device="cuda")
+    out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **i.options)
+    single = dict(dkv_dtype=torch.float32, config=cute_sparse_mla.SparseAttentionConfig(tokens_per_tile=1))
+    first = backward(i, out, lse, **single)
+    for _ in range(99):
+        assert all(torch.equal(a, b) for a, b in zip(first, backward(i, out, lse, **single), strict=True))
+    plain = [backward(i, out, lse, **single, deterministic=False) for _ in range(5)]
+    assert torch.equal(plain[0][0], first[0]) and torch.equal(plain[0][2], first[2])
+    assert any(not torch.equal(plain[0][1], other[1]) for other in plain[1:])
+
+
+@pytest.mark.sm90
+def test_memory() -> None:
+    """Beyond fp32 dkv, per-row values and the gradients themselves at most 256 MB, whatever the number of tokens."""
+    for S in (500, 3000):
+        i = Case(S=S, S_kv=2048, H=64, K=2048).inputs(device="cuda")
+        out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices)
+        backward(i, out, lse)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        dq, dkv, _ = backward(i, out, lse)
+        torch.cuda.synchronize()
+        known = dq.nbytes + 3 * dkv.nbytes + 16 * lse.numel()
+        assert torch.cuda.max_memory_allocated() - before - known <= 256e6
