@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,9 +56,9 @@ COSTS = GroupCosts(
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
-# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts, and
-# multiprocessors left to the sums of one part beside the main kernel of the next.
-WORKSPACE, TERM_SORT_BYTES, SUM_CTAS = 240 << 20, 48, 24
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
+# a time), and multiprocessors that the main kernel leaves to the sort.
+WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -332,11 +331,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(problem: Problem, multiprocessors: int) -> Parts:
-    """Terms of two parts, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
-    terms, state = BLOCK_K * 2 * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    """Terms, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+    terms, state = BLOCK_K * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     to_sort = BLOCK_K * TERM_SORT_BYTES
     blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
-    wave, lists = max(1, multiprocessors - SUM_CTAS), WORKSPACE // (blocks * (terms + to_sort))
+    wave, lists = max(1, multiprocessors - SORT_UNITS), WORKSPACE // (blocks * (terms + to_sort))
     groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
     tokens = -(-problem.S // groups)
     ctas = tokens * a_token
@@ -350,6 +349,7 @@ def parts_of(problem: Problem, multiprocessors: int) -> Parts:
     kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
     parts = -(-blocks // max(1, (left - kept) // terms))
     slots = -(-blocks // parts)
+    parts = -(-blocks // slots)
     return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
 
 
@@ -393,52 +393,63 @@ def _in_order(
     problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
     scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
 ) -> None:  # fmt: skip
-    """dq, and the terms of dkv added in order (`ordered.py`), part by part.
-
-    A second stream sorts, and adds the terms of a part while the main kernel writes those of the next: two buffers.
-    """
-    device, tiles, D, units = q.device, _tiles(problem), problem.D, env.multiprocessors(q.device)
-    tokens, slots, parts, sorted_parts = parts_of(problem, units)
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part; a second stream sorts meanwhile."""
+    device, tiles, D = q.device, _tiles(problem), problem.D
+    tokens, slots, parts, sorted_parts = parts_of(problem, env.multiprocessors(device))
     rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
-    terms = torch.empty((2, ctas * slots, D), dtype=torch.float32, device=device)
+    terms = torch.empty((ctas * slots, D), dtype=torch.float32, device=device)
     sums = _scalar(device, 0.0, torch.float32)
     if parts > 1:
         sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
     bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
-    lengths = lengths.clamp(min=0)
     nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
+    left = [nobody.expand(lengths.shape)] * parts
+    if topk_length is not None:
+        left = [lengths.clamp(min=0) - part * slots for part in range(parts)]
     backward, number, add = _ordered_kernels(problem)
     beside = _Beside(device)
-    ready, added, buffer = beside.done(), [None, None], 0
-    for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
-        some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
-        size = ctas // tokens * some * slots
+    # Two steps' worth, made on the current stream: it reads what the second stream has written.
+    most = sorted_parts * ctas * slots
+    positions_of = [torch.empty(most, dtype=torch.int64, device=device) for _ in range(2)]
+    starts_of = [torch.empty_like(bounds) for _ in range(2)]
+
+    def sort(number_of_step: int, token: int, first: int, count: int) -> torch.cuda.Event | None:
+        """Numbers the rows of the step's terms and sorts them, once the step before the last has read its own."""
+        some = min(tokens, problem.S - token)
+        size = count * (ctas // tokens) * some * slots
         with beside.running():
-            beside.wait(ready)
-            row_of = torch.empty(count * size, dtype=torch.int32, device=device)
+            beside.wait(read)
+            row_of = torch.empty(size, dtype=torch.int32, device=device)
             number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
-            row_of, order = row_of.sort(stable=True)
-            starts = torch.searchsorted(row_of, bounds, out_int32=True)
+            order, starts = positions_of[number_of_step % 2][:size], starts_of[number_of_step % 2]
+            in_order = torch.empty_like(row_of)
+            torch.sort(row_of, stable=True, out=(in_order, order))
+            torch.searchsorted(in_order, bounds, out_int32=True, out=starts)
+            return beside.done()
+
+    steps = [
+        (token, first, min(sorted_parts, parts - first))
+        for token in range(0, problem.S, tokens)
+        for first in range(0, parts, sorted_parts)
+    ]
+    read = beside.done()
+    done = sort(0, *steps[0])
+    for step, (token, first, count) in enumerate(steps):
+        mine, read = done, beside.done()
+        if step + 1 < len(steps):
+            done = sort(step + 1, *steps[step + 1])
+        end = min(token + tokens, problem.S)
         for part in range(first, first + count):
-            slot, last = part * slots, token + some == problem.S and part == parts - 1
-            taken = indices[:, token : token + some, :, slot : slot + slots]
-            left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
-            beside.wait(added[buffer])
+            taken = indices[:, token:end, :, part * slots : (part + 1) * slots]
             backward(
-                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq,
-                terms[buffer].view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token, slots,
-                int(part == 0), int(part == parts - 1), *flags,
+                q, kv, dout, taken, nobody.expand(taken.shape), left[part][:, token:end, None].expand(taken.shape[:3]),
+                always, positions, stats, dq, terms.view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token,
+                slots, int(part == 0), int(part == parts - 1), *flags,
             )  # fmt: skip
-            written = beside.done()
-            with beside.running():
-                beside.wait(written)
-                where = (part - first) * (rows + 1), (part - first) * size
-                add(terms[buffer], order, starts, dkv.view(rows, D), *where, units if last else SUM_CTAS)
-                added[buffer] = beside.done()
-            buffer = 1 - buffer
-    for event in added:
-        beside.wait(event)
+            beside.wait(mine)
+            begin = (part - first) * (rows + 1), (part - first) * (ctas // tokens) * (end - token) * slots
+            add(terms, positions_of[step % 2], starts_of[step % 2], dkv.view(rows, D), *begin)
 
 
 def bwd(
@@ -453,7 +464,7 @@ def bwd(
     and for token groups without a plan 8 bytes per slot of `indices`.
     Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
     `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
-    that 8 bytes per row of kv and part of a list.
+    that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device

@@ -40,8 +40,8 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tokens: int) ->
     from cute_sparse_mla.hopper import launch
 
     ctas = case.B * case.G * -(-case.H // case.G // 64) * tokens
-    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SUM_CTAS)
-    room = 64 * (8 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
+    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SORT_UNITS)
+    room = 64 * (4 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
     monkeypatch.setattr(launch, "WORKSPACE", ctas * room)
 
 
@@ -94,7 +94,7 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
     parts = launch.parts_of(sizes, 132)
     ctas = sizes.B * sizes.G * parts.tokens * launch._tiles(sizes)
     assert parts.slots % 64 == 0 and parts.parts * parts.slots >= sizes.K and 1 <= parts.sorted <= parts.parts
-    terms = 2 * ctas * parts.slots * sizes.D * 4
+    terms = ctas * parts.slots * sizes.D * 4
     sums = ctas * 64 * sizes.D * 4 if parts.parts > 1 else 0
     assert terms + sums + ctas * parts.slots * parts.sorted * launch.TERM_SORT_BYTES <= launch.WORKSPACE < 256e6
 
@@ -102,7 +102,7 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
 def test_batches_beyond_the_workspace_are_refused() -> None:
     from cute_sparse_mla.hopper import launch
 
-    with pytest.raises(UnsupportedError, match=r"takes up to 564 .* not 5000; pass fewer batch entries"):
+    with pytest.raises(UnsupportedError, match=r"takes up to 841 .* not 5000; pass fewer batch entries"):
         launch.parts_of(layer(B=5000, S=1), 132)
 
 
