@@ -112,6 +112,8 @@ def with_gains(rows: Sequence[Row], found: Row) -> list[Row]:
     single = {row["pass"]: row["ms"] for row in rows if row["impl"] == SINGLE}
     result = []
     for row in rows:
+        if row["ms"] is None and row["note"].startswith("not run"):
+            continue  # the one peer has no forward here, the other no backward
         gain = share = None
         base = single.get(row["pass"])
         if base and row["ms"] and row["impl"].partition(":")[0] == "ours":
@@ -121,7 +123,8 @@ def with_gains(rows: Sequence[Row], found: Row) -> list[Row]:
             name: value if value is None else round(value, 4)
             for name, value in (("implied", found["implied"]), ("gain", gain), ("share", share))
         }
-        result.append(row | found | rounded)
+        config = {"groups": row["config"].get("groups", "")} if row["config"] else {}
+        result.append(row | found | rounded | {"config": config})
     return result
 
 

@@ -11,7 +11,10 @@ Each adapter names its peer's conventions where they differ from the contract's,
                      -1 counts and the filler must be S_kv. The backward needs S_kv == T to compute the contract. The
                      pipelined forward (at a35008a) never stores its lse, leaves stale shared memory where a slot is
                      invalid and reads the row sums of the other warpgroup without a barrier: it misses its
-                     verification, and on an H200 some launches do not end.
+                     verification. Compiled by TileLang 0.1.15 some launches do not end: of the barriers that the
+                     compiler puts between accesses to shared memory, those of the copy warpgroup and of the first
+                     matrix warpgroup have one number, 3, for 128 threads each, so either lets warps of the other
+                     through. `tilelang_example_own_barriers` gives the copy warpgroup a number of its own.
     miles            deepseek_v4 ops of radixark/miles, the example's form for D 512: sparse_mqa_fwd_interface(q, kv,
                      sink, indices, sm_scale), sparse_mqa_bwd_interface(q, kv, sink, o, do, indices, lse, sm_scale);
                      kv [B, S_kv, D]; -1 is the only filler; log2 lse with the sink's share; a sink is required (-inf
@@ -24,8 +27,10 @@ Each adapter names its peer's conventions where they differ from the contract's,
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -276,6 +281,34 @@ class TileLangExample128(TileLangExample):
     THREADS = 128
 
 
+PARTIAL_SYNC = re.compile(r"__sync_thread_partial\((\d+), ")
+
+
+def own_barriers(code: str) -> str:
+    """CUDA code of TileLang with other named barriers in its last role, a copy warpgroup, than in those before it."""
+    before, role, copies = code.rpartition("tl::warpgroup_reg_dealloc<")
+    used = set(PARTIAL_SYNC.findall(code))
+    shared = set(PARTIAL_SYNC.findall(before)) & set(PARTIAL_SYNC.findall(copies))
+    free = max(map(int, used), default=0) + 1
+    for offset, number in enumerate(sorted(shared)):
+        copies = copies.replace(f"__sync_thread_partial({number}, ", f"__sync_thread_partial({free + offset}, ")
+    return before + role + copies
+
+
+class TileLangExampleOwnBarriers(TileLangExample):
+    """The example's forward with `own_barriers`. Its kernel must not come from a cache of TileLang's without them."""
+
+    name = "tilelang_example_own_barriers"
+
+    def __init__(self, where: str | None = None) -> None:
+        super().__init__(where)
+        self.bwd = None
+        if self.fwd is not None:
+            callback = importlib.import_module("tilelang.engine.callback")
+            # Told by an argument of theirs from other kernels that are compiled in this process.
+            callback.register_cuda_postproc(lambda code, _: own_barriers(code) if "q_start_index_s" in code else code)
+
+
 def _backward_with(module: ModuleType, threads: int) -> Callable:
     """The example's `sparse_mla_bwd` from its parts, since it passes no thread count on."""
 
@@ -450,5 +483,6 @@ class CuDNN(Implementation):
 
 
 PEERS: dict[str, type[FlashMLA] | type[TileLangExample] | type[Miles] | type[CuDNN]] = {
-    peer.name: peer for peer in (FlashMLA, TileLangExample, TileLangExample128, Miles, CuDNN)
+    peer.name: peer
+    for peer in (FlashMLA, TileLangExample, TileLangExampleOwnBarriers, TileLangExample128, Miles, CuDNN)
 }

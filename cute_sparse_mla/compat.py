@@ -71,7 +71,7 @@ def flash_mla_sparse_fwd(
 
 def sparse_attention(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, *, backend: str | None = None,
+    config: SparseAttentionConfig | None = None, *, forward_backend: str | None = None, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The sparse attention of miles: `out`, differentiable in `q`, `kv` and `attn_sink`.
 
@@ -82,6 +82,7 @@ def sparse_attention(
 
     Args:
         q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, indices: `[B, S, G, topk]`, attn_sink: `[H]` fp32 or `None`.
+        forward_backend: which forward miles takes, without effect here; `config.fwd_backend` is ours.
 
     Returns: out `[B, S, H, d_v]` as q.
 
@@ -180,7 +181,7 @@ class NamedGradients(dict):
 def sparse_attention_backward_wrapper(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, lse: Tensor, attn_sink: Tensor, topk_idxs: Tensor,
     softmax_scale: float | None = None, topk_length: Tensor | None = None, dq: Tensor | None = None,
-    dkv: Tensor | None = None, block_tile: int = 64, deterministic: bool = False, stream: None = None,
+    dkv: Tensor | None = None, block_tile: int = 64, deterministic: bool = False, stream: Any = None,
     workspace: Tensor | None = None, q_cluster_mode: str = "off", *, backend: str | None = None,
     config: SparseAttentionConfig | None = None,
 ) -> NamedGradients:  # fmt: skip
@@ -195,13 +196,16 @@ def sparse_attention_backward_wrapper(
             topk_idxs: `[T, K]`, topk_length: `[T]` int32; softmax_scale: default `D ** -0.5`.
         dq, dkv: optional destinations of q's and kv's shapes, any strides; dkv may also be fp32. Filled by a copy.
         deterministic: bitwise equal results from run to run.
-        stream: must be `None`: the work goes to torch's current stream.
+        stream: `None` or torch's current stream, as an int or what int() takes; that is where the work goes.
         block_tile, workspace, q_cluster_mode: of cuDNN's kernels, without effect here.
 
     Raises: as `bwd`.
     """
-    _only("stream", stream, None, "make the stream torch's current one with torch.cuda.stream")
-    validation.tensors(("dq", "dkv"), kv=kv, lse=lse, attn_sink=attn_sink, dq=dq, dkv=dkv)
+    validation.tensors(("dq", "dkv"), q=q, kv=kv, lse=lse, attn_sink=attn_sink, dq=dq, dkv=dkv)
+    current = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    if stream is not None and int(stream) != current:
+        rule = "must be None or torch's current stream: make it the current one with torch.cuda.stream"
+        raise ArgumentValueError("stream", rule, stream)
     if kv.dim() != 2:
         raise ArgumentValueError("kv", "must be [T_kv, D]", f"shape {list(kv.shape)}")
     for name, given, like in (("dq", dq, q), ("dkv", dkv, kv)):

@@ -35,7 +35,7 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import LEAVE, ROW_SCALE
+from .ptx import LEAVE, ROW_SCALE, SUBNORMAL
 from .tile import (
     PASSES, STEP, VECTOR, exists, head_of, if_exists, leave_unless_chosen, load_bits,
     load_rows, selects, store_rows, token_of,
@@ -123,7 +123,7 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + ROW_SCALE)
+            T.import_source(LEAVE + SUBNORMAL + ROW_SCALE)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
             # Of each slot: the scores' start, 0 or -inf, or who selected it, bit t for token t.
@@ -318,11 +318,15 @@ def build(plan: Plan) -> PrimFunc:
                 for h in T.Parallel(ROWS):
                     l_0[h] = T.if_then_else(
                         l_0[h] > 0,
-                        1.0 / (l_0[h] * (1.0 + T.exp(Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]] - m_0[h]))),
+                        T.call_extern(
+                            fp32,
+                            "sparse_mla::weight_over",
+                            l_0[h],
+                            m_0[h] - Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]],
+                        ),
                         0.0,
                     )
-                for h, d in T.Parallel(ROWS, HALF):
-                    o_l[h, d] *= l_0[h]
+                T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
                 T.copy(o_l, Q_s[:, :HALF])
                 store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF)
 
@@ -401,11 +405,15 @@ def build(plan: Plan) -> PrimFunc:
                 for h in T.Parallel(ROWS):
                     l_1[h] = T.if_then_else(
                         l_1[h] > 0,
-                        1.0 / (l_1[h] * (1.0 + T.exp(Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]] - m_1[h]))),
+                        T.call_extern(
+                            fp32,
+                            "sparse_mla::weight_over",
+                            l_1[h],
+                            m_1[h] - Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]],
+                        ),
                         0.0,
                     )
-                for h, d in T.Parallel(ROWS, HALF):
-                    o_r[h, d] *= l_1[h]
+                T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                 T.copy(o_r, Q_s[:, HALF:D_V])
                 store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V)
 

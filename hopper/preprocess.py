@@ -11,7 +11,7 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from .plan import D_V, LOG2_E, Plan
-from .ptx import VECTOR_DOT
+from .ptx import SUBNORMAL, VECTOR_DOT
 
 WARP = 32
 WARPS = 8
@@ -29,6 +29,9 @@ def build(plan: Plan) -> PrimFunc:
     db, ds, dh = (T.dynamic(n, "int64") for n in ("dlse_b", "dlse_s", "dlse_h"))
     sink_h = T.dynamic("sink_h", "int64")
 
+    def product(a, b):
+        return T.call_extern(fp32, "sparse_mla::product", a, b)
+
     @T.prim_func
     def sparse_mla_bwd_preprocess(
         Out: T.StridedTensor((B, S, H, D_V), (ob, os_, oh, 1), dtype),
@@ -39,7 +42,7 @@ def build(plan: Plan) -> PrimFunc:
         Stats: T.Tensor((4, B, S, H), fp32),
     ):
         with T.Kernel(T.cast(T.ceildiv(B * S * H, WARPS), "int32"), threads=WARPS * WARP) as bx:
-            T.import_source(VECTOR_DOT)
+            T.import_source(SUBNORMAL + VECTOR_DOT)
             tx = T.get_thread_binding()
             lane = tx % WARP
             row = T.alloc_var("int64")
@@ -55,19 +58,28 @@ def build(plan: Plan) -> PrimFunc:
                 partial = T.alloc_var(fp32)
                 partial = T.float32(0)
                 for j in T.unroll(D_V // (WARP * VECTOR)):
-                    partial += T.call_extern(
+                    partial = T.call_extern(
                         fp32,
                         DOT[dtype],
+                        partial,
                         T.access_ptr(Out[b, t, h, j * WARP * VECTOR + lane * VECTOR], "r", VECTOR),
                         T.access_ptr(dO[b, t, h, j * WARP * VECTOR + lane * VECTOR], "r", VECTOR),
                     )
                 delta = T.alloc_var(fp32)
-                delta = T.warp_reduce_sum(partial)
+                delta = T.call_extern(fp32, "sparse_mla::warp_sum", partial)
                 if lane == 0:
                     lse = T.alloc_var(fp32)
-                    w = T.alloc_var(fp32)
+                    gap = T.alloc_var(fp32)
+                    root = T.alloc_var(fp32)
+                    larger = T.alloc_var(fp32)
+                    smaller = T.alloc_var(fp32)
                     lse = Lse[b, t, h]
-                    w = 1.0 / (1.0 + T.exp(Sink[h] - lse))
+                    gap = lse - Sink[h]
+                    # sigmoid(+-gap) from the root of a power that is never above 1: the power itself may lie below
+                    # fp32's normal range, where it is flushed to 0, while its product with Delta does not.
+                    root = T.exp2(-T.abs(gap) * T.float32(0.5 * LOG2_E))
+                    larger = 1.0 / (1.0 + root * root)
+                    smaller = root * larger
                     if lse == -T.infinity(fp32):
                         Stats[0, b, t, h] = T.infinity(fp32)
                         Stats[1, b, t, h] = 0.0
@@ -75,8 +87,13 @@ def build(plan: Plan) -> PrimFunc:
                         Stats[3, b, t, h] = 0.0
                     else:
                         Stats[0, b, t, h] = lse * LOG2_E
-                        Stats[1, b, t, h] = w
-                        Stats[2, b, t, h] = dLse[b, t, h] - w * delta
-                        Stats[3, b, t, h] = delta / (1.0 + T.exp(lse - Sink[h]))
+                        if gap >= 0:
+                            Stats[1, b, t, h] = larger
+                            Stats[2, b, t, h] = dLse[b, t, h] - larger * delta
+                            Stats[3, b, t, h] = product(smaller * delta, root)
+                        else:
+                            Stats[1, b, t, h] = smaller * root
+                            Stats[2, b, t, h] = dLse[b, t, h] - smaller * delta * root
+                            Stats[3, b, t, h] = product(larger, delta)
 
     return sparse_mla_bwd_preprocess

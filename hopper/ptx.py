@@ -73,6 +73,30 @@ __device__ __forceinline__ void leave_unless(bool stay) {
 }  // namespace sparse_mla
 """
 
+SUBNORMAL = r"""
+namespace sparse_mla {
+// Arithmetic that keeps what lies below fp32's normal range, as where a sink leaves little of out. The compiler's own
+// flushes it to 0.
+__device__ __forceinline__ float product(float a, float b) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float add_product(float sum, float a, float b) {
+  asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+__device__ __forceinline__ float warp_sum(float sum) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
+    asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
+  }
+  return sum;
+}
+}  // namespace sparse_mla
+"""
+
 ROW_SCALE = r"""
 namespace sparse_mla {
 // A warpgroup's accumulators in the m64 layout: a lane holds two rows, 8 apart, two columns of each at a time.
@@ -85,6 +109,19 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
   }
+}
+// w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
+// number wherever the result is not 0.
+__device__ __forceinline__ float weight_over(float sum, float gap) {
+  const float root = exp2f(fabsf(gap) * -0.72134752f);  // exp(-|gap| / 2)
+  const float larger = 1.f / (sum * (1.f + root * root));
+  return gap < 0.f ? product(larger * root, root) : larger;
+}
+__device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
+  float *o = static_cast<float *>(accumulator);
+  const float *s = static_cast<const float *>(factors);
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
 }
 // sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
 __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {
@@ -113,29 +150,27 @@ VECTOR_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// Sum of the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
+// `sum` and the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
 // whose strides are run-time values.
-__device__ __forceinline__ float dot8_bf16(const void *a, const void *b) {
+__device__ __forceinline__ float dot8_bf16(float sum, const void *a, const void *b) {
   const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
   const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum = fmaf(__uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16), sum);
-    sum = fmaf(__uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u), sum);
+    sum = add_product(sum, __uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16));
+    sum = add_product(sum, __uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u));
   }
   return sum;
 }
-__device__ __forceinline__ float dot8_fp16(const void *a, const void *b) {
+__device__ __forceinline__ float dot8_fp16(float sum, const void *a, const void *b) {
   const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
   const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&u[i]));
     const float2 q = __half22float2(*reinterpret_cast<const __half2 *>(&v[i]));
-    sum = fmaf(p.x, q.x, sum);
-    sum = fmaf(p.y, q.y, sum);
+    sum = add_product(sum, p.x, q.x);
+    sum = add_product(sum, p.y, q.y);
   }
   return sum;
 }

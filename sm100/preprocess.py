@@ -80,12 +80,15 @@ class Preprocess:
             lse = _global(at["lse"], Float32)[b * by["l_b"] + s * by["l_s"] + h * by["l_h"]]
             dlse = _global(at["dlse"], Float32)[b * by["dl_b"] + s * by["dl_s"] + h * by["dl_h"]]
             gap = lse - _global(at["sink"], Float32)[h * by["sink_h"]]
-            # sigmoid(gap) and sigmoid(-gap), from a power that is never above 1.
-            power = cute.math.exp2((gap if gap < 0.0 else -gap) * LOG2_E, fastmath=True)
-            larger = Float32(1.0) / (1.0 + power)
-            smaller = power * larger
-            w, rest = (larger if gap >= 0.0 else smaller), (smaller if gap >= 0.0 else larger)
-            values = [lse * LOG2_E, w, dlse - w * delta, rest * delta]
+            # sigmoid(gap) and sigmoid(-gap), from the root of a power that is never above 1: the power itself may lie
+            # below fp32's normal range, where the exponential gives 0, while its product with Delta does not.
+            root = cute.math.exp2((gap if gap < 0.0 else -gap) * (0.5 * LOG2_E), fastmath=True)
+            larger = Float32(1.0) / (1.0 + root * root)
+            smaller = root * larger  # times root
+            w, w_delta, rest_delta = larger, larger * delta, smaller * delta * root
+            if gap < 0.0:
+                w, w_delta, rest_delta = smaller * root, rest_delta, w_delta
+            values = [lse * LOG2_E, w, dlse - w_delta, rest_delta]
             if lse == -Float32.inf:
                 values = [Float32.inf, Float32(0.0), Float32(0.0), Float32(0.0)]
             stats = _global(at["stats"], Float32)

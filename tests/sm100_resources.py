@@ -127,7 +127,7 @@ def main() -> None:
         if args.only in kernel or kernel not in known:
             known[kernel] = measure(plan)
             print(known[kernel], flush=True)
-            rows = (known[name] for name in wanted if name in known)
+            rows = (known[other] for other in wanted if other in known)
             RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -31,11 +31,11 @@ def test_head_count_with_sentinels(check: Callable, heads: int, D: int, sink: st
 
 
 # Tiles of 64 and of 128 rows, full and with padded heads.
-GROUPS = ((1, 16), (3, 16), (8, 8), (8, 16), (12, 4), (16, 8), (24, 2), (31, 4), (32, 2), (40, 2), (64, 2))
+GROUPS = ((1, 16), (8, 8), (8, 16), (12, 4), (16, 8), (24, 2), (40, 2), (64, 2))
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("K", LENGTHS[:-1])
+@pytest.mark.parametrize("K", (1, 100, 192))
 @pytest.mark.parametrize(("sink", "causal"), ((None, False), ("random", True)), ids=("plain", "sink_causal"))
 @pytest.mark.parametrize("D", (512, 576))
 @pytest.mark.parametrize(("heads", "tokens"), GROUPS)

@@ -16,7 +16,7 @@ import cute_sparse_mla
 from bench import cli, peers
 from bench.harness import Run, Settings, run_shape
 from bench.implementations import Ours, Pair
-from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128
+from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128, own_barriers
 from bench.shapes import BenchShape, draw
 from cute_sparse_mla.precision import Inputs
 
@@ -321,3 +321,14 @@ def test_module_in_a_folder(tmp_path: Path) -> None:
     finally:
         sys.path[:] = path
         sys.modules.pop("flash_mla", None)
+
+
+def test_roles_that_share_a_barrier_get_their_own() -> None:
+    """The last role's numbers change where another role has them too, and nowhere else."""
+    sync = "tl::__sync_thread_partial({}, 128); "
+    first, second = sync.format(3) + sync.format(3), sync.format(4)
+    copies = "tl::warpgroup_reg_dealloc<80>(); " + sync.format(3) + sync.format(6)
+    code = first + second + copies
+    assert own_barriers(code) == first + second + copies.replace("(3, ", "(7, ")
+    apart = first + second + "tl::warpgroup_reg_dealloc<80>(); " + sync.format(5)
+    assert own_barriers(apart) == apart and own_barriers(first) == first

@@ -22,6 +22,12 @@ def test_training_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(lines) == 4 and all(len(line.attrib["points"].split()) == 4 for line in lines)
 
 
+def test_a_training_that_would_never_select_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_dsa.main(["--steps", "60", "--device", "cpu"])
+    assert "no row is ever selected: got 60 and 60" in capsys.readouterr().err
+
+
 def test_selecting_every_row_is_the_dense_attention() -> None:
     """Forward and gradients, and the indexer's loss reaches the indexer alone."""
     s = train_dsa.Settings(batch=2, context=9, topk=9, width=32, heads=2)

@@ -120,6 +120,15 @@ def test_fake_lists_have_the_real_shapes() -> None:
     assert all(isinstance(t, Tensor) and t.dtype == torch.int32 for t in lists)
 
 
+def test_the_op_of_a_traced_call() -> None:
+    """No list where nothing is grouped, nor for a wrong call; the same for fake tensors."""
+    i = CASE.inputs()
+    arguments = (i.indices, None, None, [2, 11, 2, 24], 2, False, "{}", "")
+    torch.library.opcheck(autograd.lists_op, arguments)
+    for given in (arguments, (i.indices, None, None, [3, 11, 2, 24], 2, False, "{}", "")):
+        assert [t.numel() for t in autograd.lists_op(*given)] == [0] * 4
+
+
 def test_a_wrong_call_is_named_by_its_own_check() -> None:
     i = CASE.inputs()
     assert groups.lists_for(i.q, i.kv, i.indices[:1], False, None, None, None, "") == groups.NO_LISTS

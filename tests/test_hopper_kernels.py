@@ -198,6 +198,74 @@ def test_graph_replay(heads: int, deterministic: bool) -> None:
     assert not deterministic or torch.equal(captured[3], eager[3])
 
 
+@pytest.mark.parametrize("planned", (False, True))
+def test_graph_replay_of_a_training_step(planned: bool) -> None:
+    """The differentiable call, backward and plan in one graph, replayed on other inputs."""
+    case = BASE.but(H=8, sink="random", causal=True)
+    first, second = (case.inputs(seed=seed, device="cuda") for seed in (3, 4))
+    second.indices[:, 5] = -1
+    leaves = [t.clone().requires_grad_() for t in (first.q, first.kv, first.attn_sink)]
+    indices, dout = first.indices.clone(), first.dout.clone()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        q, kv, sink = leaves
+        plan = cute_sparse_mla.plan(indices, kv.shape, case.H, causal=True) if planned else None
+        out, lse = cute_sparse_mla.sparse_mla(q, kv, indices, causal=True, attn_sink=sink, return_lse=True, plan=plan)
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for mine, new in zip(
+            (*leaves, indices, dout), (second.q, second.kv, second.attn_sink, second.indices, second.dout), strict=True
+        ):
+            mine.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = step()
+    for replayed, mine in zip(captured[:3], eager[:3], strict=True):
+        assert torch.equal(replayed, mine)
+    for replayed, mine in zip(captured[3:], eager[3:], strict=True):
+        # Summed in any order.
+        torch.testing.assert_close(replayed, mine, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("heads", (8, 64))
+def test_nothing_synchronises(heads: int) -> None:
+    """Forward, backward, the differentiable call and plans, with every option; the first call may compile."""
+    case = BASE.but(
+        H=heads, causal=True, positions="random", length="random", sink="random", dlse=True, index_dtype=torch.int64
+    )
+    i = case.inputs(device="cuda")
+    bounds = dict(causal=True, q_positions=i.q_positions, topk_length=i.topk_length)
+
+    def step() -> None:
+        plan = cute_sparse_mla.plan(i.indices, i.kv.shape, heads, **bounds)
+        for given in (None, plan):
+            out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, attn_sink=i.attn_sink, plan=given, **bounds)
+            cute_sparse_mla.bwd(
+                i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, attn_sink=i.attn_sink, plan=given, **bounds
+            )
+            leaves = [t.detach().requires_grad_() for t in (i.q, i.kv, i.attn_sink)]
+            cute_sparse_mla.sparse_mla(*leaves[:2], i.indices, attn_sink=leaves[2], plan=given, **bounds).backward(
+                i.dout
+            )
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_offsets_past_32_bits() -> None:
     """Rows past 2**31 elements of kv."""
     rows = 3_730_000

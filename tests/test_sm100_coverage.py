@@ -10,7 +10,7 @@ REASON = capture_cute.available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"SM100 kernels: {REASON}")
 
 
-@pytest.mark.parametrize("number", (0, 3))
+@pytest.mark.parametrize("number", (0, 3, 10))
 def test_every_form_is_listed(number: int) -> None:
     from . import sm100_coverage
 

@@ -36,7 +36,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the model and of its training; `warmup` is the steps that the sparse model attends densely."""
+    """Sizes of the model and of its training; the sparse model attends densely in the first `warmup` steps."""
 
     steps: int = 300
     warmup: int = 60
@@ -282,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     device, svg = given.pop("device") or arguments.default_device(), given.pop("svg")
     s = Settings(**given)
+    if s.steps <= s.warmup:
+        parser.error(f"--steps must be more than --warmup, or no row is ever selected: got {s.steps} and {s.warmup}")
     curves: dict[str, Sequence[float]] = {}
     for name, sparse in (("dense", False), (f"sparse, top {s.topk}", True)):
         started = time.perf_counter()

@@ -84,8 +84,10 @@ def capture(shape: Shape, tokens: int) -> Launch:
     sink = torch.randn(shape.heads, generator=gen) if shape.sink else None
     with project_sm100.simulated(multiprocessors=ctas(shape), run=False) as recorder:
         import cute_sparse_mla
+        from cute_sparse_mla.config import SparseAttentionConfig
 
-        cute_sparse_mla.fwd(q, kv, indices, attn_sink=sink, backend="sm100")
+        alone = SparseAttentionConfig(tokens_per_tile=1)
+        cute_sparse_mla.fwd(q, kv, indices, attn_sink=sink, config=alone, backend="sm100")
     (launch,) = recorder.launches
     return launch
 

@@ -24,12 +24,14 @@ from .predict import Footprint, Pair, memory_of, predict, savings
 from .predicted import ROOT, Row, predict_row
 from .predicted_sm100 import D_V, ROWS, TILES, Shape, ctas, footprint, published, write_lines
 from .rates import GB200
-from .replay import replay
+from .replay import Memory, replay
 from .trace import Trace, record
 
 OUT = ROOT / "bench" / "results" / "sm100_predicted_backward.jsonl"
 WHEEL_KERNELS = "cudnn sm100 backward"
 SLOTS, MORE_SLOTS, BLOCK = 320, 640, 64
+# (tiles of a cluster, slots) that the main kernel is recorded with.
+SIZES = ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS))
 # (heads, D) -> numbers of slots for which the wheel has the same kernel.
 WHEEL_SLOTS = {(128, 512): (512, 1152), (128, 576): (512, 1024)}
 WHEEL_TOKENS = (64, 128)
@@ -54,8 +56,10 @@ def capture(shape: Shape, tokens: int, slots: int) -> list[Launch]:
     sink = torch.randn(shape.heads, generator=gen) if shape.sink else None
     with project_sm100.simulated(multiprocessors=ctas(shape), run=False) as recorder:
         import cute_sparse_mla
+        from cute_sparse_mla.config import SparseAttentionConfig
 
-        cute_sparse_mla.bwd(q, kv, out, out, indices, lse, attn_sink=sink, backend="sm100")
+        alone = SparseAttentionConfig(tokens_per_tile=1)
+        cute_sparse_mla.bwd(q, kv, out, out, indices, lse, attn_sink=sink, config=alone, backend="sm100")
     return recorder.launches
 
 
@@ -68,7 +72,7 @@ def recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
 def _recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
     """Layers that differ in the number of slots only are recorded once."""
     found = {}
-    for tiles, slots in ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS)):
+    for tiles, slots in SIZES:
         values, main = capture(shape, tiles, slots)
         found[tiles, slots] = record(main)
     return record(values, 1), found
@@ -78,9 +82,21 @@ def _recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
 def clocks(shape: Shape, gather_mb: float, adds_mb: float) -> tuple[float, float, float]:
     """(clocks of two tiles of `SLOTS` slots, of a tile more, of a block more in a tile) of the main kernel."""
     _, traces = recorded(shape)
-    memory = memory_of(GB200, Footprint(gather_mb, adds_mb))
-    first, tile, block = (replay(trace, GB200, memory).clocks for trace in traces.values())
+    return tile_clocks(traces, memory_of(GB200, Footprint(gather_mb, adds_mb)))
+
+
+def tile_clocks(traces: dict[tuple[int, int], Trace], memory: Memory) -> tuple[float, float, float]:
+    """The same of a persistent kernel recorded in `SIZES`."""
+    first, tile, block = (replay(traces[size], GB200, memory).clocks for size in SIZES)
     return first, tile - first, (block - first) / TILES[0] / ((MORE_SLOTS - SLOTS) / BLOCK)
+
+
+def launch_milliseconds(clocks: tuple[float, float, float], tiles: int, slots: float) -> float:
+    """A launch whose longest cluster, which decides, has so many tiles of so many slots."""
+    first, tile, block = clocks
+    more = (slots - SLOTS) / BLOCK * block
+    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
+    return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
 
 
 @functools.cache
@@ -91,12 +107,9 @@ def limits(shape: Shape, gather_mb: float, adds_mb: float) -> dict[str, float]:
 
 
 def main_milliseconds(shape: Shape, tokens: int) -> float:
-    """The main kernel; the longest cluster decides."""
-    first, tile, block = clocks(shape, footprint(shape, tokens), adds(shape, tokens))
-    more = (shape.K - SLOTS) / BLOCK * block
+    """The main kernel."""
     tiles = math.ceil(tokens / (int(GB200["sms"]) // ctas(shape)))
-    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
-    return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
+    return launch_milliseconds(clocks(shape, footprint(shape, tokens), adds(shape, tokens)), tiles, shape.K)
 
 
 def adds(shape: Shape, tokens: int) -> float:

@@ -88,6 +88,14 @@ def forward(
         )
 
 
+def lists(p: Problem) -> None:
+    """The gather lists of such a problem for 8 tokens a tile, after a look at a sample."""
+    import cute_sparse_mla
+
+    with simulated(multiprocessors=1):
+        cute_sparse_mla.plan(p.indices, p.kv[:, None].shape, 8, topk_length=p.lengths, backend="sm100")
+
+
 def backward(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of such a problem, from the float64 forward's rounded out and lse, all tiles on one CTA."""
     import cute_sparse_mla

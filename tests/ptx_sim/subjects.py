@@ -51,6 +51,10 @@ def _sm100(heads: int, dim: int, tokens_per_tile: int, slots: int, tokens: int) 
     return project_sm100.forward(p.q, p.kv, p.indices, p.lengths, p.sink, tokens_per_tile)
 
 
+def _sm100_lists(slots: int, tokens: int) -> object:
+    return project_sm100.lists(_problem(8, 512, slots, tokens))
+
+
 def _sm100_backward(heads: int, dim: int, slots: int, tokens: int) -> object:
     return project_sm100.backward(_problem(heads, dim, slots, tokens))
 
@@ -75,6 +79,7 @@ def subjects() -> dict[str, Subject]:
         for heads, dim, tokens_per_tile in project_sm100.FORWARD:
             grouped = f"x{tokens_per_tile}" if tokens_per_tile > 1 else ""
             found[f"sm100-fwd-h{heads}{grouped}-d{dim}"] = partial(_sm100, heads, dim, tokens_per_tile)
+        found["sm100-lists"] = _sm100_lists
         for heads, dim in project_sm100.BACKWARD:
             found[f"sm100-bwd-h{heads}-d{dim}"] = partial(_sm100_backward, heads, dim)
     return found

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import predicted_sm100, predicted_sm100_backward
+from . import predicted_sm100, predicted_sm100_backward, predicted_sm100_groups
 from .counters import count, table
 from .launch import Launch
 from .predict import Footprint, Pair, busy_shares, memory_of, predict
@@ -111,6 +111,9 @@ def register(commands: argparse._SubParsersAction, load: Load) -> None:
     sub = add("predicted-sm100-backward", predicted_sm100_backward.write, "the same for the backward", folder=False)
     sub.add_argument("--out", type=Path, default=predicted_sm100_backward.OUT)
     sub.add_argument("--only", default="", help="as above")
+    sub = add("predicted-sm100-groups", predicted_sm100_groups.write, "token groups on rows of text", folder=False)
+    sub.add_argument("--out", type=Path, default=predicted_sm100_groups.OUT)
+    sub.add_argument("--only", default="", help="rows that contain this, such as 'glm5 8 heads, 8 tokens'")
 
 
 def _chip_options(sub: argparse.ArgumentParser) -> None:
