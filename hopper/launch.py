@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -154,7 +155,7 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
     if backward and torch.are_deterministic_algorithms_enabled():
-        _ordered_kernels(problem)
+        _ordered_kernels(problem, wished or group_size(problem))
 
 
 @functools.cache
@@ -319,47 +320,47 @@ def fwd(
 
 
 class Parts(NamedTuple):
-    """How a deterministic backward goes through a call: some tokens at a time, and parts of their lists.
+    """How a deterministic backward goes through a call: some tiles at a time, and parts of their lists.
 
-    `tokens` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
+    `tiles` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
     """
 
-    tokens: int
+    tiles: int
     slots: int
     parts: int
     sorted: int
 
 
-def parts_of(problem: Problem, multiprocessors: int) -> Parts:
-    """Terms, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+def parts_of(problem: Problem, tokens: int, multiprocessors: int) -> Parts:
+    """Terms, sums of dq, lists and what torch sorts, within `WORKSPACE`: full waves, long parts."""
     terms, state = BLOCK_K * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     to_sort = BLOCK_K * TERM_SORT_BYTES
-    blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
-    wave, lists = max(1, multiprocessors - SORT_UNITS), WORKSPACE // (blocks * (terms + to_sort))
-    groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
-    tokens = -(-problem.S // groups)
-    ctas = tokens * a_token
-    left = WORKSPACE // ctas - (0 if ctas <= lists else state)
-    if left < terms + to_sort:
+    blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
+    lists = 2 * 8 * BLOCK_K * blocks if tokens > 1 else 0  # rows and bits, of two groups
+    # CTAs at a time: those of a wave, fewer where lists are very long, more where whole lists fit.
+    wave, whole = max(1, multiprocessors - SORT_UNITS), WORKSPACE // (blocks * (terms + to_sort) + lists)
+    most = WORKSPACE // (terms + to_sort + lists + state)
+    if a_tile > most:
         raise UnsupportedError(
-            f"deterministic=True on sm90 takes up to {WORKSPACE // (state + terms + to_sort)} "
-            f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
+            f"deterministic=True on sm90 takes up to {most} (batch entry, group, 64 heads) with "
+            f"{tokens * problem.K} slots at D = {problem.D}, not {a_tile}; pass fewer batch entries at a time"
         )
+    L = -(-problem.S // tokens)
+    groups = -(-L // max(1, max(whole // wave * wave, min(wave, most)) // a_tile))
+    tiles = -(-L // groups)
+    ctas = tiles * a_tile
+    left = WORKSPACE // ctas - lists - (0 if ctas <= whole else state)
     # All parts of a list are sorted together where that takes no more than an eighth.
     kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
-    parts = -(-blocks // max(1, (left - kept) // terms))
-    slots = -(-blocks // parts)
+    slots = -(-blocks // -(-blocks // max(1, (left - kept) // terms)))
     parts = -(-blocks // slots)
-    return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
+    return Parts(tiles, slots * BLOCK_K, parts, max(1, min(parts, (left - slots * terms) // (slots * to_sort))))
 
 
-def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
+def _ordered_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
     """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
-    plans = {
-        "backward": dataclasses.replace(plan_of(problem), ordered=True),
-        "term_rows": TermPlan(_name(problem.index_dtype)),
-        "ordered_sums": SumPlan(problem.D),
-    }
+    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), ordered=True)
+    plans = {"backward": plan, "term_rows": TermPlan(plan.index_dtype), "ordered_sums": SumPlan(plan.D)}
     return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
 
 
@@ -389,67 +390,109 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _in_order(
-    problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
-    scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
-) -> None:  # fmt: skip
-    """dq, and the terms of dkv added in order (`ordered.py`), part by part; a second stream sorts meanwhile."""
-    device, tiles, D = q.device, _tiles(problem), problem.D
-    tokens, slots, parts, sorted_parts = parts_of(problem, env.multiprocessors(device))
-    rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
-    terms = torch.empty((ctas * slots, D), dtype=torch.float32, device=device)
-    sums = _scalar(device, 0.0, torch.float32)
-    if parts > 1:
-        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
-    bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
+def _gathers_in_order(
+    problem: Problem, tokens: int, tiles: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> Iterator[Gather]:  # fmt: skip
+    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed."""
+    device = indices.device
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
-    nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
-    left = [nobody.expand(lengths.shape)] * parts
-    if topk_length is not None:
-        left = [lengths.clamp(min=0) - part * slots for part in range(parts)]
-    backward, number, add = _ordered_kernels(problem)
-    beside = _Beside(device)
-    # Two steps' worth, made on the current stream: it reads what the second stream has written.
-    most = sorted_parts * ctas * slots
-    positions_of = [torch.empty(most, dtype=torch.int64, device=device) for _ in range(2)]
-    starts_of = [torch.empty_like(bounds) for _ in range(2)]
+    always, nobody = (_scalar(device, value, torch.int32) for value in (1, 0))
+    samples = torch.empty((1, 2), dtype=torch.int32, device=device)
+    L = -(-problem.S // tokens)
+    for first in range(0, L, tiles):
+        some = slice(first, min(first + tiles, L))
+        if tokens == 1:
+            rows = indices[:, some]
+            bounds = lengths[:, some, None].expand(rows.shape[:3])
+            yield Gather(1, rows, nobody.expand(rows.shape), bounds, positions, always, -1, flags, first)
+            continue
+        made = [part[:, some] for part in lists or ()] or _lists(
+            problem, union_plan_of(problem, tokens), range(some.start, some.stop), indices, topk_length, q_positions,
+            samples=samples,
+        )  # fmt: skip
+        yield Gather(tokens, *made[:3], positions, always, -1, (0, 1, 0), first)
 
-    def sort(number_of_step: int, token: int, first: int, count: int) -> torch.cuda.Event | None:
-        """Numbers the rows of the step's terms and sorts them, once the step before the last has read its own."""
-        some = min(tokens, problem.S - token)
-        size = count * (ctas // tokens) * some * slots
-        with beside.running():
-            beside.wait(read)
-            row_of = torch.empty(size, dtype=torch.int32, device=device)
-            number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
-            order, starts = positions_of[number_of_step % 2][:size], starts_of[number_of_step % 2]
-            in_order = torch.empty_like(row_of)
-            torch.sort(row_of, stable=True, out=(in_order, order))
-            torch.searchsorted(in_order, bounds, out_int32=True, out=starts)
-            return beside.done()
 
-    steps = [
-        (token, first, min(sorted_parts, parts - first))
-        for token in range(0, problem.S, tokens)
-        for first in range(0, parts, sorted_parts)
-    ]
-    read = beside.done()
-    done = sort(0, *steps[0])
-    for step, (token, first, count) in enumerate(steps):
-        mine, read = done, beside.done()
-        if step + 1 < len(steps):
-            done = sort(step + 1, *steps[step + 1])
-        end = min(token + tokens, problem.S)
-        for part in range(first, first + count):
-            taken = indices[:, token:end, :, part * slots : (part + 1) * slots]
-            backward(
-                q, kv, dout, taken, nobody.expand(taken.shape), left[part][:, token:end, None].expand(taken.shape[:3]),
-                always, positions, stats, dq, terms.view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token,
-                slots, int(part == 0), int(part == parts - 1), *flags,
+class _Sorter:
+    """Sorts the terms of the coming step by row of dkv, on a second stream, while the present step runs.
+
+    `order` and `starts` are two steps' worth, made on the current stream, which reads what the second has written.
+    """
+
+    def __init__(self, problem: Problem, number: Callable[..., Any], parts: Parts, ctas: int, device: torch.device):
+        self.problem, self.number, self.parts = problem, number, parts
+        self.rows = problem.B * problem.S_kv * problem.G
+        self.bounds = torch.arange(parts.sorted * (self.rows + 1), dtype=torch.int32, device=device)
+        most = parts.sorted * ctas * parts.slots
+        self.order = [torch.empty(most, dtype=torch.int64, device=device) for _ in range(2)]
+        self.starts = [torch.empty_like(self.bounds) for _ in range(2)]
+        self.beside = _Beside(device)
+
+    def start(self, step: int, gather: Gather, first: int, count: int) -> torch.cuda.Event | None:
+        """Number the rows of some parts' terms and sort them, once the current stream is where it is now."""
+        read, slots = self.beside.done(), self.parts.slots
+        B, L, G, _ = gather.slots.shape
+        size = count * B * L * G * _tiles(self.problem) * slots
+        with self.beside.running():
+            self.beside.wait(read)
+            row_of = torch.empty(size, dtype=torch.int32, device=gather.slots.device)
+            self.number(
+                gather.slots, gather.lengths, gather.positions, row_of, self.problem.S_kv, gather.tile_0,
+                _tiles(self.problem), first * slots, slots, *gather.flags,
             )  # fmt: skip
-            beside.wait(mine)
-            begin = (part - first) * (rows + 1), (part - first) * (ctas // tokens) * (end - token) * slots
-            add(terms, positions_of[step % 2], starts_of[step % 2], dkv.view(rows, D), *begin)
+            in_order = torch.empty_like(row_of)
+            torch.sort(row_of, stable=True, out=(in_order, self.order[step % 2][:size]))
+            torch.searchsorted(in_order, self.bounds, out_int32=True, out=self.starts[step % 2])
+            return self.beside.done()
+
+
+def _in_order(
+    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
+    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None,
+    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
+    device, D, tokens = q.device, problem.D, config.tokens_per_tile or group_size(problem)
+    if lists is not None and len(lists) == 4:
+        # Made only where the device found that they pay; a deterministic call always groups.
+        lists = None
+    parts = parts_of(problem, tokens, env.multiprocessors(device))
+    ctas = problem.B * parts.tiles * problem.G * _tiles(problem)
+    terms = torch.empty((ctas * parts.slots, D), dtype=torch.float32, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if parts.parts > 1:
+        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
+    backward, number, add = _ordered_kernels(problem, tokens)
+    sorter = _Sorter(problem, number, parts, ctas, device)
+    steps = (
+        (gather, first, min(parts.sorted, parts.parts - first))
+        for gather in _gathers_in_order(problem, tokens, parts.tiles, indices, topk_length, q_positions, lists)
+        for first in range(0, parts.parts, parts.sorted)
+    )
+    coming = next(steps)
+    in_order = sorter.start(0, *coming)
+    for step in itertools.count():
+        (gather, first, count), mine = coming, in_order
+        following = next(steps, None)
+        if following is not None:
+            coming, in_order = following, sorter.start(step + 1, *following)
+        for part in range(first, first + count):
+            taken = slice(part * parts.slots, (part + 1) * parts.slots)
+            slots, bits = gather.slots[..., taken], gather.bits[..., taken]
+            backward(
+                q, kv, dout, slots, bits, *gather.tensors[2:], stats, dq, terms.view(-1), sums,
+                *scales, problem.heads_per_group, _tiles(problem), -1, gather.tile_0, taken.start, parts.slots,
+                int(part == 0), int(part == parts.parts - 1), *gather.flags,
+            )  # fmt: skip
+            sorter.beside.wait(mine)
+            of_part = slots.shape[0] * slots.shape[1] * slots.shape[2] * _tiles(problem) * parts.slots
+            add(
+                terms, sorter.order[step % 2], sorter.starts[step % 2], dkv.view(-1, D),
+                (part - first) * (sorter.rows + 1), (part - first) * of_part,
+            )  # fmt: skip
+        if following is None:
+            return
 
 
 def bwd(
@@ -462,9 +505,9 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
-    Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
-    `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
-    that 12 bytes per row of kv and part of a list.
+    Deterministic: token groups fill a tile unless the config or a plan has other ones. The terms of dkv pass through at
+    most `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tiles, head tiles and slots;
+    beside that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
@@ -477,13 +520,13 @@ def bwd(
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     scales = (scale_log2, float(sm_scale))
     if deterministic:
-        _in_order(problem, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions)
+        _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
     else:
         nothing = _scalar(device, 0.0, torch.float32)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
             build.kernel("backward", gather.plan(problem))(
                 q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
-                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 1, 1,
+                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
                 *gather.flags,
             )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))

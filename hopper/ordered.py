@@ -79,25 +79,24 @@ __device__ __forceinline__ void sum_terms(const void *term_rows, const void *ter
 
 
 def build_term_rows(plan: TermPlan) -> PrimFunc:
-    """`Rows [parts, B, L, G, tiles, W]`, flat: `p (rows + 1) + row` of the terms of part p, L tokens from `token_0`.
+    """`Rows [parts, B, L, G, tiles, W]`, flat: `p (rows + 1) + row` of the terms of part p, L tiles from `tile_0`.
 
     Rows of dkv are numbered `(b S_kv + index) G + g`; `rows`, their number, stands for an invalid slot. Part p has the
     slots from `slot_0 + p W` on.
     """
     i32, i64, idx_t = "int32", "int64", plan.index_dtype
-    B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
+    B, S, L, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "N"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
-    tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+    tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.prim_func
     def sparse_mla_term_rows(
-        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
-        TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
+        Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
+        Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), i32),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Rows: T.Tensor((N,), i32),
         S_kv: T.int64,
-        token_0: T.int32,
-        tokens: T.int32,
+        tile_0: T.int32,
         tiles: T.int32,
         slot_0: T.int32,
         slots: T.int32,
@@ -113,6 +112,7 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                 slot = T.alloc_var(i32)
                 part = T.alloc_var(i32)
                 g = T.alloc_var(i64)
+                ti = T.alloc_var(i64)
                 t = T.alloc_var(i64)
                 b = T.alloc_var(i64)
                 length = T.alloc_var(i32)
@@ -122,24 +122,24 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                 rest = T.truncdiv(T.truncdiv(at, slots), tiles)
                 g = T.cast(T.truncmod(rest, T.cast(G, i32)), i64)
                 rest = T.truncdiv(rest, T.cast(G, i32))
-                t = T.cast(token_0 + T.truncmod(rest, tokens), i64)
-                rest = T.truncdiv(rest, tokens)
+                ti = T.cast(T.truncmod(rest, T.cast(L, i32)), i64)
+                rest = T.truncdiv(rest, T.cast(L, i32))
                 b = T.cast(T.truncmod(rest, T.cast(B, i32)), i64)
                 part = T.truncdiv(rest, T.cast(B, i32))
                 slot = slot_0 + part * slots + slot
-                length = 0
+                length = T.cast(K, i32)
                 limit = S_kv
-                if t < S:
-                    length = T.cast(K, i32)
-                    if has_length != 0:
-                        length = T.min(TopkLength[b, t], T.cast(K, i32))
-                    if causal != 0:
-                        limit = T.min(S_kv, t + S_kv - S + 1)
-                        if has_positions != 0:
-                            limit = T.min(S_kv, QPositions[b, t] + 1)
+                if has_length != 0:
+                    length = T.min(Lengths[b, ti, g], T.cast(K, i32))
+                if causal != 0:
+                    # Lists of tiles of several tokens hold valid slots only: tiles are tokens here.
+                    t = tile_0 + ti
+                    limit = T.min(S_kv, t + S_kv - S + 1)
+                    if has_positions != 0:
+                        limit = T.min(S_kv, QPositions[b, t] + 1)
                 row = -1
                 if slot < length:
-                    row = T.cast(Indices[b, t, g, slot], i64)
+                    row = T.cast(Indices[b, ti, g, slot], i64)
                 row = T.if_then_else((row >= 0) & (row < limit), (b * S_kv + row) * G + g, B * S_kv * G)
                 Rows[at] = T.cast(part * (B * S_kv * G + 1) + row, i32)
 
