@@ -116,7 +116,7 @@ TABLE: tuple[ConfigRow, ...] = (
         "sm90", (512, 576), (1, MAX_HEADS_PER_GROUP),
         SparseAttentionConfig(
             fwd_threads=384, fwd_stages=2, fwd_block_k=64,
-            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=4,
+            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=8,
         ),
         reason="two matrix warpgroups and a copy warpgroup; 64 head rows and 64 slots fill a wgmma tile, and the time "
         "of 8 heads is that of the gather and of the dkv adds: where neighbouring tokens share enough rows, which the "
