@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 load-h200 check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races
+.PHONY: install-matrix fuzz-h200 load-h200 check bench bench-pages pages test sentinel-h200 sanitize-h200 sentinel-sim sim-races
 .PHONY: sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
@@ -26,6 +26,12 @@ check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 
 bench: $(RUN_READY)  ## benchmark of this machine
 	$(PY) -m cute_sparse_mla bench $(ARGS)
+
+bench-pages: $(RUN_READY)  ## measure every suite on this GPU, redraw all tables and pictures of the pages
+	$(PY) -m bench.pages --measure $(ARGS)
+
+pages: $(RUN_READY)  ## redraw them from the committed rows, on any machine
+	$(PY) -m bench.pages
 
 test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)

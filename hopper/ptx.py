@@ -64,6 +64,34 @@ __device__ __forceinline__ void add_rows(const void *accumulator, const void *st
 }  // namespace sparse_mla
 """
 
+GATHER = r"""
+namespace sparse_mla {
+// `Steps` x 64 columns from `first` of four rows of 16-bit elements, 16 rows apart in shared memory: 16 bytes a thread,
+// row and step. Rows are given by the addresses of their column 0, so that every copy has an immediate offset from its
+// row's: with strides as run-time values the address of each copy would cost four instructions.
+// `to`: address of the thread's 16 bytes of the first row and step, in panels of [64 rows x 128 bytes], swizzled.
+// A row that is not valid becomes zero and is not read.
+template <int Steps>
+__device__ __forceinline__ void gather_rows(const void *to, const void *rows, const void *valid, int block, int first) {
+  const long long *row = static_cast<const long long *>(rows) + 4 * block;
+  const int *ok = static_cast<const int *>(valid) + 4 * block;
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+#pragma unroll
+    for (int u = 0; u < Steps; ++u)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * 8192),
+                   "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
+}
+// An address that the compiler keeps as it is, not as the sum that it came from.
+__device__ __forceinline__ long long kept(const void *address) {
+  long long value = reinterpret_cast<long long>(address);
+  asm volatile("" : "+l"(value));
+  return value;
+}
+}  // namespace sparse_mla
+"""
+
 LEAVE = r"""
 namespace sparse_mla {
 // End the whole CTA unless `stay`, which must be the same for all threads.
@@ -142,6 +170,55 @@ __device__ __forceinline__ void quad_sums(void *sums) {
     l[i] += __shfl_xor_sync(0xffffffffu, l[i], 1);
     l[i] += __shfl_xor_sync(0xffffffffu, l[i], 2);
   }
+}
+}  // namespace sparse_mla
+"""
+
+VALID = r"""
+namespace sparse_mla {
+// Which of a block's 64 slots are valid: bit 8 j + r of word w for row 16 r + 4 w + j, which is how the copy warps w
+// hold them, eight lanes a row.
+__device__ __forceinline__ void say_valid(const void *valid, const void *words, int block) {
+  const int *ok = static_cast<const int *>(valid) + 4 * block;
+  unsigned word = 0;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) word |= (__ballot_sync(0xffffffffu, ok[r] != 0) & 0x01010101u) << r;
+  unsigned *to = static_cast<unsigned *>(const_cast<void *>(words)) + 4 * block + threadIdx.x / 32 % 4;
+  if (threadIdx.x % 32 == 0) *to = word;
+}
+// Scores [64 x 64] of a warpgroup (m64 layout): -inf where the slot is invalid. `words`: those of the block.
+__device__ __forceinline__ void mask(void *scores, const void *words) {
+  float *s = static_cast<float *>(scores);
+  const unsigned *w = static_cast<const unsigned *>(words);
+  if ((w[0] & w[1] & w[2] & w[3]) != 0x0f0f0f0fu) {
+    const int q = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const unsigned word = (q < 2 ? w[j % 2 * 2] : w[j % 2 * 2 + 1]) >> (16 * (q % 2) + j / 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(word >> 8 * (i % 2) & 1)) s[4 * j + i] = -INFINITY;
+    }
+  }
+}
+__device__ __forceinline__ void load_valid(void *words, const void *shared, int block) {
+  *static_cast<uint4 *>(words) = static_cast<const uint4 *>(shared)[block];
+}
+}  // namespace sparse_mla
+"""
+
+OPERAND = r"""
+namespace sparse_mla {
+// A warpgroup's [64 x 64] operand of 16-bit elements (layout of an A operand in registers) to shared memory, swizzled
+// by 128 bytes. `to`: swizzled address of row 16 warp + lane % 16, column 8 (lane / 16).
+__device__ __forceinline__ void store_operand(const void *operand, const void *to) {
+  const unsigned *p = static_cast<const unsigned *>(operand);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared ^ 32 * i),
+                 "r"(p[4 * i]), "r"(p[4 * i + 1]), "r"(p[4 * i + 2]), "r"(p[4 * i + 3])
+                 : "memory");
 }
 }  // namespace sparse_mla
 """

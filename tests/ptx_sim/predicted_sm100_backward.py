@@ -25,7 +25,8 @@ import torch
 from .launch import Launch
 from .predict import Footprint, Pair, memory_of, predict, savings
 from .predicted import ROOT, Row, predict_row
-from .predicted_sm100 import D_V, ROWS, TILES, Shape, ctas, footprint, published, write_lines
+from .predicted_sm100 import D_V, ROWS, TILES, TOKENS, Shape, ctas, footprint, published, write_lines
+from .published import contract_times
 from .rates import GB200
 from .replay import Memory, replay
 from .trace import Trace, record
@@ -38,12 +39,7 @@ SIZES = ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS))
 # (heads, D) -> numbers of slots for which the wheel has the same kernel.
 WHEEL_SLOTS = {(128, 512): (512, 1152), (128, 576): (512, 1024)}
 WHEEL_TOKENS = (64, 128)
-# (heads, K) -> ms at TOKENS, D 512.
-OTHERS_GB200 = {
-    (64, 640): (1.874, 3.702, 7.347),
-    (128, 640): (2.465, 4.876, 9.723),
-    (128, 1152): (3.798, 7.539, 15.029),
-}
+OTHERS_GB200 = contract_times("backward", TOKENS)
 TORCH_KERNELS = 3
 # Of a part of a deterministic backward: 19 that find the rows of its slots, 11 of a radix sort of 64-bit keys with
 # their numbers, 2 of the search for the first slot of each row.
