@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 load-h200 check bench test sentinel-h200 sanitize-h200 sentinel-sim sim-races
+.PHONY: install-matrix fuzz-h200 load-h200 check bench bench-pages pages test sentinel-h200 sanitize-h200 sentinel-sim sim-races
 .PHONY: sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
@@ -27,13 +27,19 @@ check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 bench: $(RUN_READY)  ## benchmark of this machine
 	$(PY) -m cute_sparse_mla bench $(ARGS)
 
+bench-pages: $(RUN_READY)  ## measure every suite on this GPU, redraw all tables and pictures of the pages
+	$(PY) -m bench.pages --measure $(ARGS)
+
+pages: $(RUN_READY)  ## redraw them from the committed rows, on any machine
+	$(PY) -m bench.pages
+
 test: $(TEST_READY) lint  ## set up and pass the tests
 	$(PY) -m pytest $(ARGS)
 
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
-sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of ten kernels (about 40 CPU minutes)
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of twelve kernels (about 50 CPU minutes)
 	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand

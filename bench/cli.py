@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from cute_sparse_mla.text_rows import Indexer, load_indexer
 
 from . import gaps, report, tune
 from .harness import Run, Settings, run_shape
-from .implementations import PASSES, Implementation, Ours, Pair
+from .implementations import BWD, FWD, PASSES, Implementation, Ours, Pair
 from .peers import PEERS
 from .shapes import ALL_MODELS, ROWS, BenchShape, model_shapes, plain_shape
+from .suites import SUITES, Part, parts
 
 # What runs without arguments: seconds on a CPU, a training step's layer on a GPU.
 DEFAULT_TOKENS = {"cpu": "64x4096", "cuda": "4096x8192"}
@@ -28,6 +29,9 @@ DEFAULT_TP = {"cpu": "8", "cuda": "1,8"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's arguments."""
+    parser.add_argument(
+        "--suite", metavar="NAME,...", help=f"the shapes, implementations and passes of {', '.join(SUITES)}"
+    )
     parser.add_argument("--model", nargs="+", choices=sorted(ALL_MODELS), metavar="NAME", default=[],
                         help=f"layer shapes: {', '.join(sorted(ALL_MODELS))} (default glm5)")  # fmt: skip
     parser.add_argument("--shape", action="append", default=[], metavar="T,S_kv,H,D,K", help="a shape of your own")
@@ -37,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="random", metavar="KIND,...", help=f"{', '.join(ROWS)} (default random)")
     parser.add_argument("--invalid", default="0", metavar="PERCENT,...", help="slots made -1 at random (default 0)")
     parser.add_argument("--indexer", metavar="PATH", help="indexer tensors for text rows (default: the sample)")
-    parser.add_argument("--pass", dest="passes", default="fwd,bwd", metavar="PASS,...",
-                        help=f"{', '.join(PASSES)} (default fwd,bwd)")  # fmt: skip
+    parser.add_argument("--pass", dest="passes", metavar="PASS,...",
+                        help=f"{', '.join(PASSES)} (default fwd,bwd, or the suite's)")  # fmt: skip
     parser.add_argument("--impl", action="append", metavar="NAME",
-                        help="ours, ours:SETTING,... (deterministic, fixed_shapes, plan, backend=..., "
+                        help="ours, ours:SETTING,... (deterministic, fixed_shapes, plan, pad_heads=..., backend=..., "
                         f"tokens_per_tile=...), {', '.join(PEERS)}, FORWARD+BACKWARD; repeatable "
                         "(default ours, every --peer)")  # fmt: skip
     parser.add_argument("--backend", help="backend of ours (default: the device's own)")
@@ -50,9 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer-path", action="append", default=[], metavar="FOLDER", help="searched for peers' modules"
     )
     parser.add_argument("--reps", type=arguments.count, help="timed runs each (default: what fits --seconds)")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="time for all runs of one shape and pass (default 3)"
-    )
+    parser.add_argument("--seconds", type=float,
+                        help="time for all runs of one shape and pass (default 3, or the suite's)")  # fmt: skip
     parser.add_argument("--l2-flush", action="store_true", help="overwrite the L2 before every run (GPU)")
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph (GPU)")
     parser.add_argument("--tune", action="store_true",
@@ -139,7 +142,48 @@ def _names(given: Sequence[str] | None) -> list[str]:
     return names
 
 
-def _implementations(args: argparse.Namespace) -> list[Implementation]:
+@dataclass(frozen=True)
+class _Job:
+    """A shape, what runs on it and how."""
+
+    shape: BenchShape
+    implementations: list[Implementation]
+    part: Part
+    suite: str = ""
+
+
+def _own_part(args: argparse.Namespace, kind: str) -> Part:
+    """Shapes of one's own."""
+    return Part(tuple(_shapes(args, kind)), passes=(FWD, BWD), graph=args.graph, seconds=3.0, fewest=0)
+
+
+def _suite_parts(args: argparse.Namespace, kind: str) -> list[tuple[str, Part]]:
+    """`(suite, part)` of the suites asked for."""
+    if args.model or args.shape or args.tokens:
+        raise ArgumentValueError("--suite", "brings its own shapes: no --model, --shape or --tokens", args.suite)
+    names = _words("suite", args.suite, tuple(SUITES))
+    if kind != "cuda":
+        raise ArgumentValueError("--suite", "needs a GPU: the reference would take hours on a CPU", kind)
+    return [(name, part) for name in names for part in parts(name)]
+
+
+def _jobs(args: argparse.Namespace, kind: str) -> list[_Job]:
+    """What the command line asks for, in order."""
+    given = args.passes and tuple(_words("pass", args.passes, PASSES))
+    wanted, places = _names(args.impl), _places(args)
+    made: dict[str, Implementation] = {}
+    jobs = []
+    for suite, part in _suite_parts(args, kind) if args.suite else [("", _own_part(args, kind))]:
+        part = replace(part, passes=given or part.passes, graph=part.graph or args.graph)
+        names = wanted or list(part.implementations)
+        names += [name for name in places if not any(name in other.split("+") for other in names)]
+        implementations = [_implementation(name, args, places, made) for name in dict.fromkeys(names)]
+        jobs += [_Job(shape, implementations, part, suite) for shape in part.shapes]
+    return jobs
+
+
+def _places(args: argparse.Namespace) -> dict[str, str]:
+    """Where peers are, by name."""
     for folder in args.peer_path:
         sys.path.insert(0, str(Path(folder).resolve()))
     places = {}
@@ -148,10 +192,7 @@ def _implementations(args: argparse.Namespace) -> list[Implementation]:
         if name not in PEERS or not place:
             raise ArgumentValueError("--peer", f"must be NAME=PLACE with NAME of {', '.join(PEERS)}", text)
         places[name] = place
-    names = _names(args.impl) or ["ours"]
-    names += [name for name in places if not any(name in wanted.split("+") for wanted in names)]
-    made: dict[str, Implementation] = {}
-    return [_implementation(name, args, places, made) for name in dict.fromkeys(names)]
+    return places
 
 
 def _indexer(args: argparse.Namespace, shapes: Sequence[BenchShape]) -> Indexer | None:
@@ -166,11 +207,12 @@ def _indexer(args: argparse.Namespace, shapes: Sequence[BenchShape]) -> Indexer 
 
 
 def _settings(
-    args: argparse.Namespace, device: torch.device, progress: Callable[[str], None] = lambda message: None
+    args: argparse.Namespace, device: torch.device, job: _Job, progress: Callable[[str], None] = lambda message: None
 ) -> Settings:
+    part = job.part
     return Settings(
-        device, tuple(_words("pass", args.passes, PASSES)), args.reps, args.seconds, args.l2_flush, args.graph,
-        args.verify_tokens, args.seed, progress,
+        device, part.passes, args.reps, part.seconds if args.seconds is None else args.seconds, args.l2_flush,
+        part.graph, args.verify_tokens, args.seed, part.fewest, job.suite, progress,
     )  # fmt: skip
 
 
@@ -179,30 +221,30 @@ def main(args: argparse.Namespace) -> int:
     device = args.device or arguments.default_device()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    shapes = _shapes(args, "cuda" if device.type == "cuda" else "cpu")
-    implementations = _implementations(args)
-    indexer = _indexer(args, shapes)
+    jobs = _jobs(args, "cuda" if device.type == "cuda" else "cpu")
+    indexer = _indexer(args, [job.shape for job in jobs])
     if device.type != "cuda" and (args.graph or args.l2_flush or args.gaps or args.tune):
         raise ArgumentValueError("--graph, --l2-flush, --gaps, --tune", "need a GPU", device)
     run = Run(device)
     if args.tune:
-        settings = _settings(args, device)
-        indexer = _indexer(args, [replace(shape, rows="text") for shape in shapes])
+        settings = _settings(args, device, jobs[0])
+        indexer = _indexer(args, [replace(job.shape, rows="text") for job in jobs])
         return tune.main(args, [plain_shape(text) for text in args.shape], settings, run, indexer)
-    print(f"run {run.id} on {run.device_name}: {', '.join(i.name for i in implementations)}")
+    names = dict.fromkeys(i.name for job in jobs for i in job.implementations)
+    print(f"run {run.id} on {run.device_name}: {', '.join(names)}")
     start, failed = time.perf_counter(), False
-    for number, shape in enumerate(shapes, 1):
+    for number, job in enumerate(jobs, 1):
 
-        def progress(step: str, label: str = f"[{number}/{len(shapes)}] {shape}") -> None:
+        def progress(step: str, label: str = f"[{number}/{len(jobs)}] {job.shape}") -> None:
             print(f"{time.perf_counter() - start:7.1f} s  {label}: {step}", file=sys.stderr, flush=True)
 
-        settings = _settings(args, device, progress)
-        rows = run_shape(shape, implementations, settings, run, indexer)
+        settings = _settings(args, device, job, progress)
+        rows = run_shape(job.shape, job.implementations, settings, run, indexer)
         if args.out:
             report.append_jsonl(args.out, rows)
-        print(f"\n{shape}\n{report.table(rows)}", flush=True)
-        for ours in (i for i in implementations if args.gaps and isinstance(i, Ours)):
-            found = gaps.rows(shape, ours, settings, run, indexer)
+        print(f"\n{job.shape}\n{report.table(rows)}", flush=True)
+        for ours in (i for i in job.implementations if args.gaps and isinstance(i, Ours)):
+            found = gaps.rows(job.shape, ours, settings, run, indexer)
             if args.out:
                 report.append_jsonl(args.out, found)
             print("\n".join(map(gaps.describe, found)), flush=True)

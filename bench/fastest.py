@@ -17,6 +17,7 @@ from cute_sparse_mla.dispatch import EXTERNAL_BACKENDS
 from cute_sparse_mla.problem import BACKWARD, FORWARD
 
 from .implementations import BWD, FWD
+from .report import read_jsonl
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
@@ -52,11 +53,6 @@ def entries(rows: Iterable[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def read(files: Iterable[Path]) -> list[Row]:
-    """The rows of files of JSON lines."""
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
-
-
 def text(table: Sequence[dict[str, Any]]) -> str:
     """The table as the file holds it: an entry a line."""
     return "[\n" + ",\n".join(json.dumps(entry) for entry in table) + "\n]\n" if table else "[]\n"
@@ -67,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="files of benchmark rows")
     parser.add_argument("--out", type=Path, default=fastest.TABLE, help="the table (default: the package's)")
     args = parser.parse_args(argv)
-    table = entries(read(args.results))
+    table = entries(read_jsonl(*args.results))
     args.out.write_text(text(table), encoding="utf-8")
     for entry in table:
         ranked = fastest.ranked(entry)

@@ -41,8 +41,9 @@ from .harness import Row, Run, Settings, run_shape
 from .implementations import PASSES, Implementation, Ours
 from .peers import PEERS
 from .shapes import BenchShape, draw, model_shapes, unsupported_rows
+from .suites import SINGLE
 
-SINGLE, AS_IT_COMES, PLANNED = "ours:tokens_per_tile=1", "ours", "ours:plan"
+AS_IT_COMES = "ours"
 LISTS, DECIDED, DECISION = "lists", "decision and lists", "decision"
 PEER_NAMES = ("flash_mla", "cudnn")
 # Tensor parallelism that leaves 8, 16 and 32 of 64 heads.

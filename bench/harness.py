@@ -6,7 +6,9 @@ Conventions, the same for every implementation (from `Problem`; T tokens, H head
     bytes  forward 2 D per (token, slot): the gather; backward that plus 4 D: the fp32 adds into dkv
     ratio  the other's median over ours: above 1, ours is faster
 
-A row is a flat JSON object (`ROW_FIELDS`). `ms` is `null` for what did not run, and `note` says why.
+A row is a flat JSON object (`ROW_FIELDS`). `ms` is `null` for what did not run, and `note` says why. Memory in 1e6
+bytes: `input_mb` the call's tensors, `peak_mb` what a pass allocates beyond what was there, outputs included; for
+`fwd+bwd` the sum is `torch.cuda.max_memory_allocated` of a process that holds nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,9 @@ from .verify import Partial, Verdict, Verifier, agreement, kept_for_agreement
 
 Row = dict[str, Any]
 ROW_FIELDS = (
-    "run", "impl", "pass", "model", "tp", "T", "S_kv", "H", "D", "d_v", "K", "rows", "invalid", "union", "ms", "p10",
-    "p90", "n", "timing", "tflops", "tbps", "peak_mb", "ok", "verified", "err_vs_fp64", "of_limit", "agree", "config",
-    "device", "versions", "note",
+    "run", "suite", "impl", "pass", "model", "tp", "T", "S_kv", "H", "D", "d_v", "K", "rows", "invalid", "union", "ms",
+    "p10", "p90", "n", "timing", "tflops", "tbps", "peak_mb", "input_mb", "ok", "verified", "err_vs_fp64", "of_limit",
+    "agree", "config", "device", "versions", "note",
 )  # fmt: skip
 TENSORS = {FWD: ("out", "lse"), BWD: ("dq", "dkv", "d_sink", "dkv_total")}
 TENSORS[BOTH] = TENSORS[FWD] + TENSORS[BWD]
@@ -54,9 +56,18 @@ def work(problem: Problem, which: str) -> tuple[int, int]:
     return {FWD: forward, BWD: backward, BOTH: both}[which]
 
 
+def input_bytes(inputs: Inputs) -> int:
+    """Bytes of a call's tensors, dout included."""
+    tensors = (getattr(inputs, field.name) for field in fields(inputs))
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `verify_tokens=0` skips the oracle; `reps=None` takes as many runs as fit `seconds`."""
+    """How to measure. `verify_tokens=0` skips the oracle; `reps=None` takes as many runs as fit `seconds`.
+
+    `fewest` runs it is at least; `suite` names the suite of shapes that the rows belong to, if any.
+    """
 
     device: torch.device
     passes: tuple[str, ...] = (FWD, BWD)
@@ -66,6 +77,8 @@ class Settings:
     graph: bool = False
     verify_tokens: int = 64
     seed: int = 0
+    fewest: int | None = None
+    suite: str = ""
     progress: Callable[[str], None] = lambda message: None
 
 
@@ -223,8 +236,9 @@ def _time_pass(
                 subject.notes.append(f"{which} not captured in a graph ({type(error).__name__}), timed by events")
         functions[name] = function
     spreads = timing.interleaved(
-        functions, settings.device, reps=settings.reps, seconds=settings.seconds, flush=settings.flush
-    )
+        functions, settings.device, reps=settings.reps, seconds=settings.seconds, flush=settings.flush,
+        fewest=settings.fewest,
+    )  # fmt: skip
     return spreads, peaks, modes
 
 
@@ -304,13 +318,14 @@ def run_shape(
         inputs = draw(shape, settings.device, settings.seed, indexer)
     problem = shape.problem()
     base: Row = {
-        "model": shape.name, "tp": shape.tp, "T": shape.T, "S_kv": shape.S_kv, "H": shape.H, "D": shape.D,
-        "d_v": shape.d_v, "K": shape.K, "rows": shape.rows, "invalid": shape.invalid, "config": {},
+        "suite": settings.suite, "model": shape.name, "tp": shape.tp, "T": shape.T, "S_kv": shape.S_kv, "H": shape.H,
+        "D": shape.D, "d_v": shape.d_v, "K": shape.K, "rows": shape.rows, "invalid": shape.invalid, "config": {},
     }  # fmt: skip
     if inputs is None:
         subjects = [_Subject(impl, [], dict.fromkeys(settings.passes, missing)) for impl in implementations]
     else:
         ratios = union_ratios(inputs.indices, shape.S_kv)
+        base["input_mb"] = _rounded(input_bytes(inputs) / 1e6, 6)
         base["union"] = {str(n): _rounded(r, 4) if math.isfinite(r) else None for n, r in ratios.items()}
         subjects = _prepare_subjects(shape, inputs, implementations, settings)
     kept = {s.impl.name: kept_for_agreement(s.results) for s in subjects}

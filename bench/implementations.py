@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import cute_sparse_mla
 from cute_sparse_mla import env
@@ -64,6 +65,19 @@ class Call(ABC):
         return ""
 
 
+class ContractCall(Call):
+    """A call whose native state and gradients are the contract's."""
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        return state
+
+    def gradients(self, native: Any) -> Gradients:
+        return native
+
+    def adopt(self, out: Tensor, lse: Tensor) -> Any:
+        return out, lse
+
+
 class Implementation(ABC):
     """Something that computes the forward, the backward, or both."""
 
@@ -98,7 +112,7 @@ class Implementation(ABC):
 # -- ours ----------------------------------------------------------------------------------------------------------
 
 
-class _OursCall(Call):
+class _OursCall(ContractCall):
     def __init__(
         self, inputs: Inputs, options: dict[str, Any], deterministic: bool, kernels: Callable[[], Kernels],
         planned: bool,
@@ -127,21 +141,54 @@ class _OursCall(Call):
                 i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, deterministic=self.deterministic, **self.options
             )
 
-    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
-        return state
 
-    def gradients(self, native: Any) -> Gradients:
-        return native
+class _PaddedCall(_OursCall):
+    """Heads padded with zeros in global memory, as for kernels without a small tile; the copies are in its time."""
+
+    def __init__(self, inputs: Inputs, heads: int, *rest: Any) -> None:
+        super().__init__(inputs, *rest)
+        self.heads, self.extra = inputs.q.shape[1], heads - inputs.q.shape[1]
+        if self.extra < 0:
+            raise ArgumentValueError("--impl ours:pad_heads", f"must be at least the {self.heads} heads", heads)
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        return pad(tensor, (0, 0, 0, self.extra))
+
+    def fwd(self) -> Any:
+        i, q = self.inputs, self._padded(self.inputs.q)
+        out, lse = cute_sparse_mla.fwd(q, i.kv, i.indices, d_v=i.d_v, **self._with_sink())
+        return q, out, lse
+
+    def bwd(self, state: Any) -> Any:
+        i, (q, out, lse) = self.inputs, state
+        dlse = None if i.dlse is None else pad(i.dlse, (0, self.extra))
+        dq, dkv, d_sink = cute_sparse_mla.bwd(
+            q, i.kv, out, self._padded(i.dout), i.indices, lse, dlse=dlse, deterministic=self.deterministic,
+            **self._with_sink(),
+        )  # fmt: skip
+        return dq[:, : self.heads], dkv, None if d_sink is None else d_sink[: self.heads]
+
+    def _with_sink(self) -> dict[str, Any]:
+        sink = self.options.get("attn_sink")
+        return self.options if sink is None else {**self.options, "attn_sink": pad(sink, (0, self.extra))}
+
+    def out_lse(self, state: Any) -> tuple[Tensor, Tensor]:
+        _, out, lse = state
+        return out[:, : self.heads], lse[:, : self.heads]
 
     def adopt(self, out: Tensor, lse: Tensor) -> Any:
-        return out, lse
+        return self._padded(self.inputs.q), self._padded(out), pad(lse, (0, self.extra))
+
+    def conversions(self) -> str:
+        return f"q and dout padded to {self.heads + self.extra} heads (in its time)"
 
 
 class Ours(Implementation):
     """This package. `settings` in the name, `ours:deterministic,tokens_per_tile=1`, tell variants apart.
 
     `fixed_shapes` compiles the kernels for the shapes at hand (SM90), which the package itself never does; `plan` makes
-    the lists of token groups ahead, once for forward and backward, outside their times.
+    the lists of token groups ahead, once for forward and backward, outside their times; `pad_heads=N` pads q and dout
+    in global memory.
     """
 
     def __init__(self, settings: str = "", backend: str | None = None) -> None:
@@ -150,6 +197,7 @@ class Ours(Implementation):
         self.deterministic = self.planned = False
         self.kernels: Callable[[], Kernels] = nullcontext
         self.backend = backend
+        self.pad_heads = 0
         names = {field.name for field in fields(SparseAttentionConfig)}
         chosen: dict[str, Any] = {}
         for setting in filter(None, settings.split(",")):
@@ -160,14 +208,15 @@ class Ours(Implementation):
                 self.kernels = fixed_shapes
             elif key == "plan" and not value:
                 self.planned = True
+            elif key == "pad_heads" and value.isdecimal():
+                self.pad_heads = int(value)
             elif key == "backend" and value:
                 self.backend = value
             elif key in names and value:
                 chosen[key] = int(value) if value.isdecimal() else value
             else:
-                known = ", ".join(
-                    ("deterministic", "fixed_shapes", "plan", "backend=...", *(f"{name}=..." for name in sorted(names)))
-                )
+                own = ("deterministic", "fixed_shapes", "plan", "pad_heads=...", "backend=...")
+                known = ", ".join([*own, *(f"{name}=..." for name in sorted(names))])
                 raise ArgumentValueError("--impl ours", f"settings are {known}", setting)
         self.settings = SparseAttentionConfig(**chosen)
 
@@ -191,11 +240,15 @@ class Ours(Implementation):
         return "" if answer.ok else answer.reason
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Call:
-        return _OursCall(inputs, self._options(), self.deterministic, self.kernels, self.planned)
+        rest = (self._options(), self.deterministic, self.kernels, self.planned)
+        return _PaddedCall(inputs, self.pad_heads, *rest) if self.pad_heads else _OursCall(inputs, *rest)
 
     def config(self, inputs: Inputs) -> dict[str, str]:
-        i = inputs
-        answer = cute_sparse_mla.explain(i.q, i.kv, i.indices, d_v=i.d_v, **i.options, **self._options())
+        i, q, options = inputs, inputs.q, inputs.options
+        if self.pad_heads:
+            q, sink = q.new_empty((len(q), self.pad_heads, q.shape[-1])), i.attn_sink
+            options["attn_sink"] = None if sink is None else sink.new_empty(self.pad_heads)
+        answer = cute_sparse_mla.explain(q, i.kv, i.indices, d_v=i.d_v, **options, **self._options())
         found = {"backend": str(answer.backend), "config": str(answer.config), "why": answer.table_row}
         return found | ({"groups": answer.groups} if answer.groups else {})
 

@@ -23,6 +23,7 @@ Each adapter names its peer's conventions where they differ from the contract's,
                      softmax_scale, topk_length) -> dq, dkv, d_sink; kv [S_kv, D]; natural-log lse without the sink; a
                      sink is required (-inf is none); SM90 2 heads and more. Its forward
                      (sparse_attention_forward_wrapper) runs on SM100 only: 64 heads, or 128 at D 512.
+    masked_dense     plain torch over all rows with a mask (masked_dense.py); needs no place and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from cute_sparse_mla.problem import Problem
 
 from .implementations import BWD, FWD, Call, Gradients, Implementation
 from .loading import load_module, version_of
+from .masked_dense import MaskedDense
 
 
 def _capability_major(device: torch.device) -> int | None:
@@ -482,7 +484,5 @@ class CuDNN(Implementation):
         return _future_rows("cuDNN", inputs)
 
 
-PEERS: dict[str, type[FlashMLA] | type[TileLangExample] | type[Miles] | type[CuDNN]] = {
-    peer.name: peer
-    for peer in (FlashMLA, TileLangExample, TileLangExampleOwnBarriers, TileLangExample128, Miles, CuDNN)
-}
+_ADAPTERS = (FlashMLA, TileLangExample, TileLangExampleOwnBarriers, TileLangExample128, Miles, CuDNN, MaskedDense)
+PEERS: dict[str, Callable[[str | None], Implementation]] = {peer.name: peer for peer in _ADAPTERS}

@@ -11,6 +11,11 @@ Row = dict[str, Any]
 OURS = "ours"
 
 
+def read_jsonl(*files: Path) -> list[Row]:
+    """The rows of files of JSON lines."""
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+
+
 def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a file of JSON lines, which is made when missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is measured: layer shapes, and their inputs on random causal rows or on rows of real text."""
+"""What is measured: layer shapes, and their inputs on random causal rows, shared or not, or on rows of real text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.problem import Problem, default_d_v, default_scale
 from cute_sparse_mla.text_rows import Indexer, text_rows
 
-ROWS = ("random", "text")
+# `poolM`: neighbouring tokens choose from a pool of M K rows, so that M bounds how little they share.
+POOLS = {f"pool{share:g}": share for share in (1.25, 1.5, 2, 3, 4, 8)}
+POOL_TOKENS = 64
+ROWS = ("random", "text", *POOLS)
 TP_DEGREES = (1, 2, 4, 8)
 # Random keys of one chunk of tokens against all rows; enough to fill a GPU, small beside its memory.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -29,6 +32,7 @@ EXTRA_MODELS = {
         ModelShape("glm5.3-flash-tail", 64, 576, 512, 2048, 256**-0.5),
         ModelShape("glm5.3-flash-2112", 64, 512, 512, 2112, 256**-0.5),
         ModelShape("v4.1-flash", 64, 512, 512, 512, 512**-0.5, has_sink=True, window=128, compression=1),
+        ModelShape("v4-h128", 128, 512, 512, 512, 512**-0.5, has_sink=True, window=128, compression=4),
         ModelShape("v4-flash-ratio0", 64, 512, 512, 0, 512**-0.5, has_sink=True, window=128),
         ModelShape("v4-flash-ratio128", 64, 512, 512, -1, 512**-0.5, has_sink=True, window=128, compression=128),
     )
@@ -153,22 +157,47 @@ def random_causal_rows(
     return result
 
 
+def pooled_rows(
+    bounds: Tensor, rows: int, K: int, share: float, generator: torch.Generator | None = None, offset: int = 0
+) -> Tensor:
+    """As `random_causal_rows`, with K rows of a pool of `share * K` that `POOL_TOKENS` neighbouring tokens have.
+
+    `bounds` must rise; a pool lies below the bound of its first token.
+    """
+    T, size = bounds.shape[0], min(round(share * K), rows)
+    pools = random_causal_rows(bounds[::POOL_TOKENS], rows, size, generator, offset)
+    result = torch.full((T, K), -1, dtype=torch.int32, device=bounds.device)
+    step = POOL_TOKENS * max(1, CHUNK_BYTES.get(bounds.device.type, CHUNK_BYTES["cpu"]) // (8 * POOL_TOKENS * size + 1))
+    for first in range(0, T if size else 0, step):
+        pool = pools[first // POOL_TOKENS :].repeat_interleave(POOL_TOKENS, 0)[: min(step, T - first)]
+        keys = torch.rand(pool.shape, generator=generator, device=bounds.device).masked_fill_(pool < 0, -1.0)
+        chosen = pool.gather(1, keys.topk(min(K, size), dim=-1).indices)
+        result[first : first + step, : chosen.shape[1]] = chosen
+    return result
+
+
 def _random_rows(shape: BenchShape, generator: torch.Generator, device: torch.device) -> Tensor:
     positions = torch.arange(shape.context - shape.T, shape.context, device=device)
+
+    def select(bounds: Tensor, rows: int, K: int, offset: int = 0) -> Tensor:
+        if shape.rows in POOLS:
+            return pooled_rows(bounds, rows, K, POOLS[shape.rows], generator, offset)
+        return random_causal_rows(bounds, rows, K, generator, offset)
+
     if not shape.window:
-        return random_causal_rows(positions, shape.context, shape.K, generator)
+        return select(positions, shape.context, shape.K)
     window = index_tools.sliding_window(positions, shape.window)
     if not shape.topk:
         return window
     bounds = index_tools.compressed_positions(positions, shape.compression)
     blocks = shape.context // shape.compression
-    selected = random_causal_rows(bounds, blocks, shape.topk, generator, offset=shape.context)
+    selected = select(bounds, blocks, shape.topk, shape.context)
     return torch.cat([window, selected], dim=-1)
 
 
 def unsupported_rows(shape: BenchShape, indexer: Indexer | None) -> str:
     """Why the shape's rows cannot be made, or an empty string."""
-    if shape.rows == "random":
+    if shape.rows != "text":
         return ""
     if indexer is None:
         return "no text rows: the indexer sample could not be loaded"

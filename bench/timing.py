@@ -112,7 +112,7 @@ def _run_cuda(
 
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], device: torch.device, *, reps: int | None = None, seconds: float = 3.0,
-    flush: bool = False,
+    flush: bool = False, fewest: int | None = None,
 ) -> dict[str, Spread]:  # fmt: skip
     """Median and spread per function.
 
@@ -120,6 +120,7 @@ def interleaved(
         functions: by name, already run once each (compiled).
         reps: runs of each after `WARMUP` warm ones; default as many as fit `seconds` for all of them together.
         flush: overwrite the L2 before every run (on a GPU).
+        fewest: of `reps` left to `seconds`; default 3 on a CPU, 20 on a GPU.
     """
     if not functions:
         return {}
@@ -132,7 +133,7 @@ def interleaved(
     if reps is None:
         total = sum(min(values) for values in warm.values())
         kind = "cuda" if device.type == "cuda" else "cpu"
-        reps = max(FEWEST[kind], min(MOST[kind], int(seconds * 1e3 / max(total, 1e-6))))
+        reps = max(fewest or FEWEST[kind], min(MOST[kind], int(seconds * 1e3 / max(total, 1e-6))))
     return {name: spread(values) for name, values in rounds(reps).items()}
 
 

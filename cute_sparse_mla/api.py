@@ -238,7 +238,8 @@ def explain(
 
     Arguments as in `fwd`. `capability=(major, minor)` asks on behalf of a CUDA device of that compute capability, with
     tensors anywhere; without it, `meta` tensors (which cost no memory) ask on behalf of this machine's default device.
-    Wrong arguments are reported, not raised.
+
+    Returns: an `Explanation`. Wrong arguments are reported in it, not raised.
     """
     try:
         arguments = _forward_arguments(

@@ -2,7 +2,8 @@
 
 All functions work on the device of their inputs and never read device data on the host. Rows are int32 row numbers of
 `kv`, padded with -1. Packed tokens are described by `cu_seqlens [documents + 1]` (int32 or int64, non-decreasing, from
-0 to the token count, empty documents allowed), as in FlashAttention's variable-length calls.
+0 to the token count, empty documents allowed), as in FlashAttention's variable-length calls. Wrong arguments raise
+TypeError or ValueError (`ArgumentError` names the argument, the rule and what came).
 """
 
 from __future__ import annotations
@@ -127,7 +128,10 @@ def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None
 
 
 def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The last `window` rows up to each position: `[..., window]` int32, oldest first, -1 outside the document."""
+    """The last `window` rows up to each of `q_positions [...]`: `[..., window]` int32, oldest first.
+
+    -1 stands for rows before the start of the document, which `cu_seqlens` tells.
+    """
     _check_rows("q_positions", q_positions)
     _check_count("window", window, 1)
     rows = q_positions[..., None].long() + torch.arange(1 - window, 1, device=q_positions.device)
@@ -136,7 +140,7 @@ def sliding_window(q_positions: Tensor, window: int, cu_seqlens: Tensor | None =
 
 
 def compressed_positions(q_positions: Tensor, ratio: int) -> Tensor:
-    """Causal bounds in rows of a KV compressed `ratio` to one: only whole compressed blocks up to the position count.
+    """Causal bounds of `q_positions [...]` in rows of a KV compressed `ratio` to one: whole blocks up to each count.
 
     May be -1 (no block is complete yet). For one document whose compressed rows start at 0; packed documents are
     compressed one by one, so give positions within the document and add its first compressed row. DeepSeek-V4's

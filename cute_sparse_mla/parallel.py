@@ -209,7 +209,7 @@ class _ReduceScatter:
 
 
 class GatheredKV:
-    """kv of all ranks on its way; `sparse_mla`, `fwd` and `bwd` take it in place of the rank's own `kv`."""
+    """The kv of all ranks on its way; `sparse_mla`, `fwd` and `bwd` take it in place of the rank's own `kv`."""
 
     def __init__(self, kv: Tensor, split: TokenSplit) -> None:
         if not isinstance(split, TokenSplit):
@@ -238,6 +238,9 @@ def gather_kv(kv: Tensor, split: TokenSplit) -> GatheredKV:
 
     Args:
         kv: this rank's part, `[B, S_part, G, D]` or `[T_part, G, D]`; not to be changed before the call.
+        split: how the tokens are divided.
+
+    Returns: what the calls take as `kv`.
 
     Raises: TypeError, ValueError, as the calls of the package.
     """
@@ -247,7 +250,10 @@ def gather_kv(kv: Tensor, split: TokenSplit) -> GatheredKV:
 def scatter_sum(dkv: Tensor, split: TokenSplit) -> Tensor:
     """This rank's part of the sum of the ranks' `dkv`, each of the whole kv: `[B, S_kv, G, D]` or `[T_kv, G, D]`.
 
-    What `bwd` does with the kernels' fp32 dkv; for callers of `cute_sparse_mla.bwd` with a buffer of their own.
+    What `bwd` does with the kernels' fp32 dkv; for callers of `cute_sparse_mla.bwd` with a buffer of their own. `split`
+    says how the tokens are divided; the result is `[B, S_part, G, D]` or `[T_part, G, D]`, in dkv's dtype.
+
+    Raises: TypeError, ValueError, as the calls of the package.
     """
     validation.tensors(dkv=dkv)
     if dkv.dim() not in (3, 4):

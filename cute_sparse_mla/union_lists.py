@@ -13,11 +13,15 @@ import torch
 from .problem import Problem
 
 TOKENS_PER_TILE = (1, 2, 4, 8, 16)
-# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits.
-UNION_SIZES = {32_768: 512, 196_608: 1024}
-UNION_WIDTH = 16  # bits of a row where all rows of kv fit the smallest; else one for each token
-# A sample is 32 tiles and 2**-2 of the rows of kv, fewer where kv is long.
-SAMPLES, SAMPLE_STEP = 32, 2
+# Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits. (256
+# threads beside 512 on an H200: 34 to 37 us for 8 tokens, K 2048 of 8192 rows, 58 to 68 for 2.)
+UNION_SIZES = {32_768: 256, 196_608: 1024}
+# Bits of a row where all rows of kv fit the smallest, and a token selects one of `FEW` or more: fewer atomics of a warp
+# then meet in a word. Else one for each token. (2 tokens, 16 beside 2 bits, 512 threads: K 2048 of 8192 rows 68 to 121
+# us, K 640 of 10240 rows 56 to 47.)
+UNION_WIDTH, FEW = 16, 8
+# A sample is 32 tiles and 2**-2 of the rows of kv, fewer where kv is long; its few CTAs have more threads.
+SAMPLES, SAMPLE_STEP, SAMPLE_THREADS = 32, 2, 512
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class UnionPlan:
     index_dtype: str
     size: int
     width: int
+    threads: int
 
     @property
     def words(self) -> int:
@@ -41,29 +46,31 @@ class UnionPlan:
         """Rows of kv at a time."""
         return self.size * 8 // self.width
 
-    @property
-    def threads(self) -> int:
-        return UNION_SIZES[self.size]
-
 
 def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
     """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
     name, least = _name(index_dtype), min(UNION_SIZES)
     return [
-        UnionPlan(tokens, name, least, UNION_WIDTH),
-        *(UnionPlan(tokens, name, size, tokens) for size in UNION_SIZES if tokens < UNION_WIDTH or size > least),
+        UnionPlan(tokens, name, least, UNION_WIDTH, UNION_SIZES[least]),
+        *(
+            UnionPlan(tokens, name, size, tokens, threads)
+            for size, threads in UNION_SIZES.items()
+            if tokens < UNION_WIDTH or size > least
+        ),
     ]
 
 
 def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
     """The one for a problem."""
     plans = union_plans(tokens, problem.index_dtype)
+    if problem.S_kv > FEW * problem.K:
+        plans = [plan for plan in plans if plan.width == tokens]
     return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])
 
 
 def sample_plan_of(problem: Problem, tokens: int) -> UnionPlan:
     """The same for the kernel that looks at a sample."""
-    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens)
+    return UnionPlan(tokens, _name(problem.index_dtype), min(UNION_SIZES), tokens, SAMPLE_THREADS)
 
 
 def sample_step(problem: Problem, plan: UnionPlan) -> int:

@@ -12,20 +12,21 @@ Pipeline of one pair of blocks, time down (L, R: columns 0..255 and 256..D of a 
 over in the tail columns of its own buffer, where there is a tail):
 
     copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
-    gather L of block 0       wait L, R of block 0
-    gather R of block 0       S0 = Q K0^T                       wait R, L of block 1
-    gather R of block 1       row max m0            -- m0 -->   S1 = Q K1^T under way
-    gather L of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
-    wait left_free[0]         O_L += P0 V0_L                    O_R += P0 V0_R
-      (next pair) ...         frees left_free[0]                m1 = max(m0, row max S1)
-                              O_L rescaled to m1    <-- m1 --   P1 = exp(S1 - m1)
+    gather L of block 0       (S0 = Q K0^T is there)            wait R, L of block 1
+    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T, row max
+    gather R of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
+    gather L of block 1       O_L += P0 V0_L                    O_R += P0 V0_R
+    wait left_free[0]         frees left_free[0]                m1 = max(m0, row max S1)
+      (next pair) ...         O_L rescaled to m1    <-- m1 --   P1 = exp(S1 - m1)
     wait right_free[1]                              <-- P1 --   frees right_free[0]
                               O_L += P1 V1_L                    O_R += P1 V1_R
-                              frees left_free[1]                frees right_free[1]
+                              S0 of the next pair               frees right_free[1]
+                              frees left_free[1]
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
-invalid slot is filled with zeros without a read, and its column of S starts from -inf instead of 0; with several
-tokens, so do the rows of S whose token did not select the slot.
+invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
+do those of rows whose token did not select the slot. A product's scores start from nothing: a product that adds to
+values from registers would wait for them, and ptxas makes that wait one for all products in flight.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -35,10 +36,9 @@ from .plan import (
     BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import LEAVE, ROW_SCALE, SUBNORMAL
+from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
 from .tile import (
-    PASSES, STEP, VECTOR, exists, head_of, if_exists, leave_unless_chosen, load_bits,
-    load_rows, selects, store_rows, token_of,
+    STEP, exists, head_of, if_exists, leave_unless_chosen, load_bits, load_rows, selects, store_rows, token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
@@ -52,6 +52,7 @@ def build(plan: Plan) -> PrimFunc:
     """
     D = plan.D
     TAIL = D - D_V
+    P_LO = D_V if TAIL else 0  # first column of P in its buffer
     TOKENS = plan.tokens
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
@@ -66,32 +67,43 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, tg, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
 
     @T.macro
-    def gather(KV, KV_s, stage, rows, ok, kv_base, r0, c0, first, last):
+    def gather(KV_s, block, rows, ok, r0, c0, first, last):
         # Columns [first, last) of the 64 rows of a block; an invalid slot is filled with zeros and not read.
-        for r in T.unroll(PASSES):
-            for u in T.unroll((last - first) // STEP):
-                T.ptx_cp_async(
-                    T.access_ptr(KV_s[stage, r * 16 + r0, first + u * STEP + c0], "w", VECTOR),
-                    T.access_ptr(KV[0, rows[PASSES * stage + r], 0, kv_base + first + u * STEP + c0], "r", VECTOR),
-                    VECTOR,
-                    predicate=ok[PASSES * stage + r],
-                )
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(KV_s[block, r0, first + c0]), rows.data, ok.data, block, first,
+        )  # fmt: skip
 
     @T.macro
-    def say_start(slots, ready, stage, ok, lane, r0):
-        if lane % 8 == 0:
-            for r in T.unroll(PASSES):
-                slots[stage, r * 16 + r0] = T.if_then_else(ok[PASSES * stage + r], T.float32(0), -T.infinity(fp32))
-        T.barrier_arrive(ready[stage])
+    def say_valid(slots, ready, block, ok):
+        T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
+        T.barrier_arrive(ready[block])
 
     @T.macro
-    def start(s, slots, stage):
-        # Scores start from 0, or from -inf where the row's token did not select the slot.
-        for h, k in T.Parallel(ROWS, BLOCK_K):
-            if TOKENS == 1:
-                s[h, k] = slots[stage, k]
-            else:
-                s[h, k] = T.if_then_else(selects(slots[stage, k], h, TOKENS), T.float32(0), -T.infinity(fp32))
+    def load_valid(valid, slots, block):
+        if TOKENS == 1:
+            T.call_extern("handle", "sparse_mla::load_valid", valid.data, T.address_of(slots[0, 0]), block)
+
+    @T.macro
+    def mask(s, valid, slots, block):
+        # -inf where the slot is invalid, or where the row's token did not select it.
+        if TOKENS == 1:
+            T.call_extern("handle", "sparse_mla::mask", s.data, valid.data)
+        else:
+            for h, k in T.Parallel(ROWS, BLOCK_K):
+                s[h, k] = T.if_then_else(selects(slots[block, k], h, TOKENS), s[h, k], -T.infinity(fp32))
+
+    @T.macro
+    def hand_over(p, P_s, block, thread, ready):
+        # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
+        if TAIL:
+            T.sync_threads(3 + block, WARPGROUP)
+        T.call_extern(
+            "handle", "sparse_mla::store_operand", p.data,
+            T.address_of(P_s[block, thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8]),
+        )  # fmt: skip
+        T.fence_proxy_async()
+        T.barrier_arrive(ready)
 
     @T.macro
     def add_sums(p, sums, scale):
@@ -123,11 +135,11 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + SUBNORMAL + ROW_SCALE)
+            T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
-            # Of each slot: the scores' start, 0 or -inf, or who selected it, bit t for token t.
-            slots = T.alloc_shared([2, BLOCK_K], fp32 if TOKENS == 1 else "int32", scope="shared")
+            # Which slots are valid, 16 a word (ptx.VALID), or of each slot who selected it, bit t for token t.
+            slots = T.alloc_shared([2, 4 if TOKENS == 1 else BLOCK_K], "int32", scope="shared")
             max_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
@@ -136,7 +148,6 @@ def build(plan: Plan) -> PrimFunc:
                 P_s = KV_s
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
-            P_LO = D_V if TAIL else 0
 
             q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
@@ -184,8 +195,6 @@ def build(plan: Plan) -> PrimFunc:
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
-                kv_base = T.alloc_var("int64")
-                kv_base = b * kb + g * kg
                 limit = T.alloc_var("int64")
                 limit = S_kv
                 if causal != 0:
@@ -199,7 +208,7 @@ def build(plan: Plan) -> PrimFunc:
 
                 idx = T.alloc_local([8], idx_t)
                 rows = T.alloc_local([8], "int64")
-                ok = T.alloc_local([8], "bool")
+                ok = T.alloc_local([8], "int32")
                 for j in T.unroll(8):
                     slot = j // 4 * BLOCK_K + j % 4 * 16 + r0
                     idx[j] = -1
@@ -208,8 +217,9 @@ def build(plan: Plan) -> PrimFunc:
 
                 for i in T.serial(pairs):
                     for j in T.unroll(8):
-                        ok[j] = (T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit)
-                        rows[j] = T.if_then_else(ok[j], T.cast(idx[j], i64), T.cast(0, i64))
+                        ok[j] = T.cast((T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit), "int32")
+                        row = T.if_then_else(ok[j] != 0, T.cast(idx[j], i64), T.cast(0, i64))
+                        rows[j] = T.call_extern("int64", "sparse_mla::kept", T.address_of(KV[b, row, g, c0]))
                         slot = (i + 1) * 2 * BLOCK_K + j // 4 * BLOCK_K + j % 4 * 16 + r0
                         idx[j] = -1
                         if slot < length:
@@ -219,27 +229,28 @@ def build(plan: Plan) -> PrimFunc:
                     if TOKENS > 1:
                         load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
                         T.cp_async_barrier_noinc(slots_ready[0])
-                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, 0, HALF)
+                    gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
                     T.cp_async_barrier_noinc(left_ready[0])
                     if TOKENS == 1:
-                        say_start(slots, slots_ready, 0, ok, lane, r0)
+                        say_valid(slots, slots_ready, 0, ok)
 
                     T.barrier_wait(right_free[0], (i & 1) ^ 1)
-                    gather(KV, KV_s, 0, rows, ok, kv_base, r0, c0, HALF, D)
+                    gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
                     T.cp_async_barrier_noinc(right_ready[0])
 
                     T.barrier_wait(right_free[1], (i & 1) ^ 1)
                     if TOKENS > 1:
                         load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
                         T.cp_async_barrier_noinc(slots_ready[1])
-                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, HALF, D_V)
+                    gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
                     T.cp_async_barrier_noinc(right_ready[1])
                     if TOKENS == 1:
-                        say_start(slots, slots_ready, 1, ok, lane, r0)
+                        say_valid(slots, slots_ready, 1, ok)
 
                     T.barrier_wait(left_free[1], (i & 1) ^ 1)
-                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, 0, HALF)
-                    gather(KV, KV_s, 1, rows, ok, kv_base, r0, c0, D_V, D)
+                    gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
+                    if TAIL:
+                        gather(KV_s, 1, rows, ok, r0, c0, D_V, D)
                     T.cp_async_barrier_noinc(left_ready[1])
 
             # Does: even blocks' scores, out columns 0..255, lse. Produces: max_0, P0. Consumes: max_1, P1.
@@ -254,22 +265,25 @@ def build(plan: Plan) -> PrimFunc:
                 scale_0 = T.alloc_fragment([ROWS], fp32)
                 l_0 = T.alloc_fragment([ROWS], fp32)
                 l_i_0 = T.alloc_fragment([ROWS], fp32)
+                valid_0 = T.alloc_local([4], "int32")
                 T.fill(o_l, 0)
                 T.fill(l_0, 0)
                 T.fill(m_both_0, FLOOR)
                 T.barrier_wait(q_ready, 0)
 
-                for i in T.serial(pairs):
-                    T.barrier_wait(slots_ready[0], i & 1)
-                    start(s_0, slots, 0)
-                    T.barrier_wait(left_ready[0], i & 1)
+                if pairs > 0:
+                    T.barrier_wait(left_ready[0], 0)
                     T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True)
-                    T.barrier_wait(right_ready[0], i & 1)
+                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                    T.barrier_wait(right_ready[0], 0)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                    T.barrier_wait(slots_ready[0], 0)
+                    load_valid(valid_0, slots, 0)
                     T.wait_wgmma(0)
 
+                for i in T.serial(pairs):
+                    mask(s_0, valid_0, slots, 0)
                     T.copy(m_both_0, m_prev_0)
                     T.reduce_max(s_0, m_0, dim=1, clear=True)
                     for h in T.Parallel(ROWS):
@@ -281,9 +295,7 @@ def build(plan: Plan) -> PrimFunc:
                     for h, k in T.Parallel(ROWS, BLOCK_K):
                         s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                     T.copy(s_0, p_0)
-                    T.copy(p_0, P_s[0, :, P_LO : P_LO + BLOCK_K])
-                    T.fence_proxy_async()
-                    T.barrier_arrive(p_0_ready)
+                    hand_over(p_0, P_s, 0, tx, p_0_ready)
                     add_sums(s_0, l_0, scale_0)
                     rescale(o_l, scale_0)
                     T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
@@ -292,14 +304,28 @@ def build(plan: Plan) -> PrimFunc:
                     for h in T.Parallel(ROWS):
                         scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
                     for h in T.Parallel(ROWS):
-                        l_0[h] = l_0[h] * scale_0[h]
+                        l_0[h] *= scale_0[h]
                     T.wait_wgmma(0)
                     T.barrier_arrive(left_free[0])
                     rescale(o_l, scale_0)
                     T.barrier_wait(p_1_ready, i & 1)
                     T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(left_free[1])
+                    if i + 1 < pairs:
+                        # The next pair's scores follow at once: their product needs nothing of this pair.
+                        T.barrier_wait(left_ready[0], (i + 1) & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(1)
+                        T.barrier_arrive(left_free[1])
+                        T.barrier_wait(right_ready[0], (i + 1) & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                        T.barrier_wait(slots_ready[0], (i + 1) & 1)
+                        load_valid(valid_0, slots, 0)
+                        T.wait_wgmma(0)
+                    else:
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(left_free[1])
 
                 T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
                 T.copy(l_0, sum_0)
@@ -342,24 +368,28 @@ def build(plan: Plan) -> PrimFunc:
                 scale_1 = T.alloc_fragment([ROWS], fp32)
                 l_1 = T.alloc_fragment([ROWS], fp32)
                 l_i_1 = T.alloc_fragment([ROWS], fp32)
+                valid_1 = T.alloc_local([4], "int32")
                 T.fill(o_r, 0)
                 T.fill(l_1, 0)
                 T.fill(m_both_1, FLOOR)
                 T.barrier_wait(q_ready, 0)
 
                 for i in T.serial(pairs):
-                    T.barrier_wait(slots_ready[1], i & 1)
-                    start(s_1, slots, 1)
                     T.barrier_wait(right_ready[1], i & 1)
                     T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True)
+                    T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
                     T.barrier_wait(left_ready[1], i & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
                     if TAIL:
                         T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
-                    # Block 0 first, in both warpgroups: its buffers are free again while block 1 is under way.
+                    T.barrier_wait(slots_ready[1], i & 1)
+                    load_valid(valid_1, slots, 1)
+                    T.wait_wgmma(0)
+                    mask(s_1, valid_1, slots, 1)
                     T.copy(m_both_1, m_prev_1)
+                    T.reduce_max(s_1, m_1, dim=1, clear=True)
+                    # Block 0 first, in both warpgroups: its buffers are free again while block 1 is under way.
                     T.barrier_wait(max_0_ready, i & 1)
                     T.copy(max_0, m_both_1)
                     for h in T.Parallel(ROWS):
@@ -369,10 +399,7 @@ def build(plan: Plan) -> PrimFunc:
                         l_1[h] *= scale_1[h]
                     T.barrier_wait(p_0_ready, i & 1)
                     T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
-                    T.wait_wgmma(1)
-
                     T.copy(m_both_1, m_prev_1)
-                    T.reduce_max(s_1, m_1, dim=1, clear=True)
                     for h in T.Parallel(ROWS):
                         m_both_1[h] = T.max(m_1[h], m_both_1[h])
                     T.copy(m_both_1, max_1)
@@ -382,9 +409,7 @@ def build(plan: Plan) -> PrimFunc:
                     for h, k in T.Parallel(ROWS, BLOCK_K):
                         s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
                     T.copy(s_1, p_1)
-                    T.copy(p_1, P_s[1, :, P_LO : P_LO + BLOCK_K])
-                    T.fence_proxy_async()
-                    T.barrier_arrive(p_1_ready)
+                    hand_over(p_1, P_s, 1, tx - WARPGROUP, p_1_ready)
                     add_sums(s_1, l_1, scale_1)
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[0])

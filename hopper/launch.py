@@ -32,7 +32,7 @@ from ..union_lists import (
 from .plan import (
     BLOCK_K,
     CHUNK,
-    HALF,
+    D_V,
     L2_BYTES,
     LOG2_E,
     ROWS,
@@ -68,7 +68,7 @@ BUILT_FOR = {
     "bwd_threads": THREADS,
     "bwd_stages": 1,
     "bwd_block_k": BLOCK_K,
-    "bwd_split_store": HALF // CHUNK,
+    "bwd_split_store": D_V // CHUNK,
 }
 
 

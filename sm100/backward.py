@@ -23,8 +23,9 @@ Pipeline of one block of 64 slots, time down; a name behind > is the barrier tha
                                                the last columns    >p_free
     next tile            q, dout, by columns   >q_free    >dq_ready       dq
 
-A pair makes dq first; with a tail, where dout^T P takes the place of dP, its scores of i + 1 come behind the last 128
-columns and before the tail. P and dS are rounded once, dS unscaled.
+A pair makes dq first. With a tail its dout^T P takes the place of dP, so it makes the tail's columns first, and of the
+scores of i + 1 only S before the last columns, dP when their dout^T P has been read (> dp_free): S and then dP become P
+and dS, parts changing hands in between. P and dS are rounded once, dS unscaled.
 """
 
 import cuda.bindings.driver as cuda  # noqa: I001
@@ -219,18 +220,21 @@ class Backward(Forward):
             target = where + span * 2 * PIECE + part * PIECE
             ptx.tensor_load(target, tensor_map, (column, head, token, g, b), full, False)
 
-    # Does: all products. Produces: s_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
-    # Consumes: q_full, kv_full, p_ready, dkv_free.
+    # Does: all products. Produces: s_ready, dp_ready, kv_free, dkv_ready, p_free, q_free, dq_ready.
+    # Consumes: q_full, kv_full, p_ready, dkv_free, dp_free.
     @cute.jit
     def mma(self, at, n, by, smem, bar, tmem, rank, work):
         plan = self.plan
         first, tiles, step = work
         q_phase, block_phase, p_phase = Int32(0), Int32(0), Int32(0)
-        phase = Int32(1)
-        early = not plan.shared_sums
+        phase, dp_phase = Int32(1), Int32(1)
+        tail_last = plan.tail and not plan.shared_sums
         for tile in cutlass.range(first, tiles, step):
             blocks = self.blocks(at, n, by, tile)
-            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, True)
+            self.scores(smem, bar, tmem, rank, block_phase, q_phase, True)
+            if const_expr(plan.shared_sums):
+                self.late_scores(smem, bar, tmem, dp_phase)
+                dp_phase ^= 1
             q_phase ^= 1
             block_phase ^= 1
             for i in cutlass.range(blocks):
@@ -241,42 +245,41 @@ class Backward(Forward):
                 ptx.fence_after()
                 if const_expr(plan.pair):
                     self.dq(smem, bar, tmem, rank, i > 0, last)
+                if const_expr(plan.shared_sums):
+                    if self.tails(rank) == 1:
+                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
+                        phase ^= 1
                 for chunk in cutlass.range(plan.chunks, unroll=1):
-                    if const_expr(early):
-                        # The next block's softmax runs under the adds of this one's last chunks.
-                        if (chunk == plan.chunks - 1) & (i < blocks - 1):
-                            self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
-                            block_phase ^= 1
+                    # The next block's softmax runs under the adds of this one's last chunks.
+                    if (chunk == plan.chunks - 1) & (i < blocks - 1):
+                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, False)
+                        block_phase ^= 1
                     self.dkv(smem, bar, tmem, chunk * (CHUNK // SPAN), False, phase)
                     phase ^= 1
                     if const_expr(not plan.pair):
                         if chunk == 0:
                             self.dq(smem, bar, tmem, rank, i > 0, last)
-                    if last & ((chunk < plan.chunks - 1) | (self.tails(rank) == 0)):
+                    if last & (chunk < plan.chunks - (1 if tail_last else 0)):
                         with cute.arch.elect_one():
                             ptx.commit(bar["q_free"] + 8 * chunk, False)
-                if const_expr(not early):
-                    if i < blocks - 1:
-                        self.scores(smem, bar, tmem, rank, block_phase, q_phase, phase, False)
-                        block_phase ^= 1
-                if const_expr(plan.tail):
-                    if self.tails(rank) == 1:
-                        self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
-                        phase ^= 1
-                        if last:
-                            with cute.arch.elect_one():
-                                ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
+                if const_expr(tail_last):
+                    self.dkv(smem, bar, tmem, Int32(plan.spans - 1), True, phase)
+                    phase ^= 1
+                    if last:
+                        with cute.arch.elect_one():
+                            ptx.commit(bar["q_free"] + 8 * (plan.chunks - 1), False)
                 with cute.arch.elect_one():
                     ptx.commit(bar["p_free"], False, multicast=plan.pair)
+                if const_expr(plan.shared_sums):
+                    if i < blocks - 1:
+                        self.late_scores(smem, bar, tmem, dp_phase)
+                        dp_phase ^= 1
 
     @cute.jit
-    def scores(self, smem, bar, tmem, rank, phase, q_phase, dkv_phase, fresh: cutlass.Constexpr):
-        """S = q K^T and dP = dout V^T over this CTA's columns."""
+    def scores(self, smem, bar, tmem, rank, phase, q_phase, fresh: cutlass.Constexpr):
+        """S = q K^T and dP = dout V^T over this CTA's columns; S alone where tensor memory is short."""
         plan = self.plan
         ptx.wait(bar["kv_full"], phase)
-        if const_expr(plan.shared_sums):
-            ptx.wait(bar["dkv_free"], dkv_phase)
-            ptx.fence_after()
         for chunk in cutlass.range(plan.chunks, unroll=1):
             if const_expr(fresh):
                 ptx.wait(bar["q_full"] + 8 * chunk, q_phase)
@@ -286,7 +289,7 @@ class Backward(Forward):
                 with cute.arch.elect_one():
                     # Alone, the rows of dout follow those of q: S in lanes 0 to 63, dP in 64 to 127.
                     self.score_span(smem["q"] + heads, keys, tmem + plan.tmem["s"].start, span > 0)
-                    if const_expr(plan.pair):
+                    if const_expr(plan.own_exchange):
                         self.score_span(smem["dout"] + heads, keys, tmem + plan.tmem["dp"].start, span > 0)
         if const_expr(plan.tail):
             heads, keys = smem["q"] + plan.spans * 2 * PIECE, smem["kv"] + plan.spans * PIECE
@@ -298,6 +301,19 @@ class Backward(Forward):
                         self.tail_scores(heads, keys, tmem + plan.tmem["s_tail"].start)
         with cute.arch.elect_one():
             ptx.commit(bar["s_ready"], False)
+
+    @cute.jit
+    def late_scores(self, smem, bar, tmem, phase):
+        """dP, once dout^T P of the block before, which lies there, has been read; S has waited for the operands."""
+        plan = self.plan
+        ptx.wait(bar["dp_free"], phase)
+        ptx.fence_after()
+        for span in cutlass.range(plan.spans, unroll=1):
+            with cute.arch.elect_one():
+                heads, keys = smem["dout"] + span * (2 * PIECE), smem["kv"] + span * PIECE
+                self.score_span(heads, keys, tmem + plan.tmem["dp"].start, span > 0)
+        with cute.arch.elect_one():
+            ptx.commit(bar["dp_ready"], False)
 
     @cute.jit
     def score_span(self, heads, keys, d, accumulate):
@@ -359,22 +375,16 @@ class Backward(Forward):
         ptx.fence_after()
         shape = ptx.shape(self.dtype, CHUNK, BLOCK_K, True, True)
         with cute.arch.elect_one():
-            parts = (("ds", "q", self.sums()[0]), ("p", "dout", self.sums()[1]))
-            for operand, heads, d in parts[: 1 if is_tail else 2]:
+            for operand, heads, d in (("p", "dout", plan.p_dout), ("ds", "q", "ds_q"))[1 if is_tail else 0 :]:
                 for k in cutlass.range_constexpr(plan.ctas * ROWS_PER_CTA // STEP):
                     a = ptx.operand(smem[heads] + span * (2 * PIECE) + k * MN_STEP, **mn_major(2 * PIECE))
                     b = ptx.operand(smem[operand] + k * MN_STEP, **mn_major(PIECE))
-                    ptx.mma_rows(tmem + d, a, b, shape, k > 0)
+                    ptx.mma_rows(tmem + plan.tmem[d].start, a, b, shape, k > 0)
             ptx.commit(bar["dkv_ready"], False)
-
-    def sums(self) -> tuple[int, int]:
-        """First columns of tensor memory of q^T dS and of dout^T P."""
-        areas = self.plan.tmem
-        return areas["ds_q"].start, areas["dp" if self.plan.shared_sums else "p_dout"].start
 
     # Does: P and dS; warpgroup w owns keys 32 i + 16 w and 15 more of a row, where i is the rank in a pair, alone the
     # half of the lanes; stores dq. Produces: p_ready; of a pair halves_ready, halves_taken.
-    # Consumes: s_ready, rows_ready, p_free, dq_ready; halves_ready, halves_taken.
+    # Consumes: s_ready, rows_ready, p_free, dq_ready; halves_ready, halves_taken, dp_ready.
     @cute.jit
     def softmax(self, at, n, by, smem, bar, tmem, rank, warp, work, scales):
         plan = self.plan
@@ -401,20 +411,32 @@ class Backward(Forward):
 
                 ptx.wait(bar["s_ready"], s_phase)
                 ptx.fence_after()
-                if const_expr(plan.pair):
-                    s, dp = self.sum_halves(smem, bar, tmem, rank, warp, lane, s_phase, p_phase)
+                if const_expr(plan.shared_sums):
+                    own = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("s",), "p", p_phase)
+                elif const_expr(plan.pair):
+                    own = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("s", "dp"), "exchange", s_phase)
                 else:
-                    s, dp = self.sort_halves(smem, bar, tmem, side, warp, lane, p_phase)
-                s_phase ^= 1
+                    own = self.sort_halves(smem, bar, tmem, side, warp, lane, p_phase)
+                s, dp, p_hat = own[:KEYS], own[KEYS:], []
                 for key in cutlass.range_constexpr(KEYS):
                     p = cute.math.exp2(s[key] * scale_log2 - lse, fastmath=True)
                     p = p if (mask >> key) & 1 != 0 else Float32(0.0)
+                    p_hat.append(p)
                     s[key] = w * p
-                    dp[key] = p * (w * dp[key] + offset)
+                    if const_expr(not plan.shared_sums):
+                        dp[key] = p * (w * dp[key] + offset)
+                if const_expr(plan.shared_sums):
+                    self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
+                    ptx.wait(bar["dp_ready"], s_phase)
+                    ptx.fence_after()
+                    dp = self.sum_halves(smem, bar, tmem, rank, warp, lane, ("dp",), "ds", p_phase)
+                    dp = [p * (w * x + offset) for p, x in zip(p_hat, dp, strict=True)]
                 if const_expr(plan.own_exchange):
                     ptx.wait(bar["p_free"], p_phase)
+                if const_expr(not plan.shared_sums):
+                    self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
+                s_phase ^= 1
                 p_phase ^= 1
-                self.store_operand(smem["p"], rank, row, side * 4 + group * 2, s)
                 self.store_operand(smem["ds"], rank, row, side * 4 + group * 2, dp)
                 if const_expr(plan.pair):
                     cute.arch.fence_proxy("async")
@@ -449,34 +471,41 @@ class Backward(Forward):
         for key in cutlass.range_constexpr(KEYS):
             s.append((own[key] if side == 0 else taken[key]) + tail[key])
             dp.append(taken[key] if side == 0 else own[key])
-        return s, dp
+        return s + dp
 
     @cute.jit
-    def sum_halves(self, smem, bar, tmem, rank, warp, lane, phase, p_phase):
-        """(S, dP) of the thread's own keys: this CTA's part and the other's, which gets its own keys' parts."""
+    def sum_halves(self, smem, bar, tmem, rank, warp, lane, names: cutlass.Constexpr, place: cutlass.Constexpr, phase):
+        """S, dP or both of the thread's own keys: this CTA's part and the other's, which gets its own keys' parts.
+
+        They change hands at `place`: an area of their own, or that of the operand that they become.
+        """
         plan = self.plan
-        s, dp = (tmem + plan.tmem[name].start + warp // 4 * KEYS for name in ("s", "dp"))
-        own = ptx.load_columns(s + rank * HALF_K, KEYS) + ptx.load_columns(dp + rank * HALF_K, KEYS)
-        given = ptx.load_columns(s + (1 - rank) * HALF_K, KEYS) + ptx.load_columns(dp + (1 - rank) * HALF_K, KEYS)
+        own, given = [], []
+        for name in names:
+            columns = tmem + plan.tmem[name].start + warp // 4 * KEYS
+            own += ptx.load_columns(columns + rank * HALF_K, KEYS)
+            given += ptx.load_columns(columns + (1 - rank) * HALF_K, KEYS)
         cute.arch.fence_view_async_tmem_load()
-        if const_expr(not plan.own_exchange):
-            ptx.wait(bar["p_free"], p_phase)
-        here = smem["exchange"] + (warp * (2 * KEYS // 4) * WARP + lane) * 16
+        if const_expr(place == "p"):
+            ptx.wait(bar["p_free"], phase)
+        # Of two exchanges a block, the first completes phase 0.
+        turn = Int32(place == "ds") if plan.shared_sums else phase
+        here = smem[place] + (warp * (len(given) // 4) * WARP + lane) * 16
         there = ptx.in_other(here, rank)
-        for vector in cutlass.range_constexpr(2 * KEYS // 4):
+        for vector in cutlass.range_constexpr(len(given) // 4):
             ptx.store_cluster(there + vector * (WARP * 16), given[4 * vector : 4 * vector + 4])
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ptx.arrive(bar["halves_ready"], 1 - rank)
-        ptx.wait_cluster(bar["halves_ready"], phase)
-        for vector in cutlass.range_constexpr(2 * KEYS // 4):
+        ptx.wait_cluster(bar["halves_ready"], turn)
+        for vector in cutlass.range_constexpr(len(given) // 4):
             taken = ptx.load_words(here + vector * (WARP * 16), 4, Float32)
             for i in cutlass.range_constexpr(4):
                 own[4 * vector + i] += taken[i]
-        if const_expr(not plan.own_exchange):
+        if const_expr(plan.shared_sums):
             self.arrive_both(bar["halves_taken"])
-            ptx.wait_cluster(bar["halves_taken"], phase)
-        return own[:KEYS], own[KEYS:]
+            ptx.wait_cluster(bar["halves_taken"], turn)
+        return own
 
     @cute.jit
     def store_operand(self, where, rank, row, chunk, values):
@@ -528,7 +557,8 @@ class Backward(Forward):
         else:
             ptx.wait(barrier, phase)
 
-    # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d. Produces: dkv_free.
+    # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d.
+    # Produces: dkv_free, dp_free.
     # Consumes: dkv_ready, rows_ready.
     @cute.jit
     def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, sm_scale):
@@ -556,61 +586,85 @@ class Backward(Forward):
                 ptx.wait(bar["rows_ready"] + 8 * rows_stage, rows_phase)
                 # Of 8 keys, and columns of tensor memory, lane l has two: 2 (l % 4) and the next.
                 numbers = smem["row_numbers"] + (rows_stage * BLOCK_K + lane % 4 * 2) * 4
-                first_slot = block * BLOCK_K + lane % 4 * 2
-                for chunk in cutlass.range(plan.chunks, unroll=1):
-                    there = target + chunk * (CHUNK * 4)
-                    self.add_chunk(bar, lanes, False, there, row_bytes, numbers, first_slot, phase, sm_scale)
-                    phase ^= 1
-                if const_expr(plan.tail):
+                base = target
+                if const_expr(plan.ordered):
+                    base += Int64(block * BLOCK_K + lane % 4 * 2) * row_bytes
+                if const_expr(plan.shared_sums):
                     if self.tails(rank) == 1:
-                        # Lanes 0 to 63 have columns that another chunk has added.
-                        if quadrant < 2:
-                            ptx.wait(bar["dkv_ready"], phase)
-                            with cute.arch.elect_one():
-                                ptx.arrive(bar["dkv_free"])
-                        else:
-                            there = target + (D_V - SPAN) * 4
-                            self.add_chunk(bar, lanes, True, there, row_bytes, numbers, first_slot, phase, sm_scale)
+                        self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
                         phase ^= 1
+                for chunk in cutlass.range(plan.chunks, unroll=1):
+                    there = base + chunk * (CHUNK * 4)
+                    is_last = chunk == plan.chunks - 1
+                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, phase, sm_scale)
+                    phase ^= 1
+                if const_expr(plan.tail and not plan.shared_sums):
+                    self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
+                    phase ^= 1
                 self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
                 rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
 
     @cute.jit
-    def add_chunk(
-        self, bar, lanes, is_tail: cutlass.Constexpr, target, row_bytes, numbers, first_slot, phase, sm_scale
-    ):
+    def add_tail(self, bar, lanes, quadrant, target, row_bytes, numbers, phase, sm_scale):
+        """Adds the tail's columns; lanes 0 to 63 have columns that another chunk has added."""
+        if quadrant < 2:
+            ptx.wait(bar["dkv_ready"], phase)
+            with cute.arch.elect_one():
+                ptx.arrive(bar["dkv_free"])
+        else:
+            there = target + (D_V - SPAN) * 4
+            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, phase, sm_scale)
+
+    @cute.jit
+    def add_chunk(self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, phase, sm_scale):
         """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
 
         They stand side by side in the sums, so an addition of a warp is four whole lines.
         """
+        plan = self.plan
         ptx.wait(bar["dkv_ready"], phase)
         ptx.fence_after()
-        for half in cutlass.range_constexpr(2):
-            # Register 4 i + 2 j + k of 16 lanes: row l // 4 + 8 j, key 8 i + 2 (l % 4) + k. Parts one after the other:
-            # all at once would spill.
+        ds_q, p_dout = plan.tmem["ds_q"].start, plan.tmem[plan.p_dout].start
+        width = BLOCK_K if is_tail else HALF_K
+        given = []
+        for start in cutlass.range_constexpr(0, BLOCK_K, width):
+            if const_expr(not is_tail and len(given) == start):
+                reach = BLOCK_K if plan.reads_ahead else start + width
+                for key in cutlass.range_constexpr(start, reach, HALF_K):
+                    given += self.read_sums(lanes + p_dout + key, plan.reads_ahead)
+                if const_expr(plan.shared_sums and reach == BLOCK_K):
+                    if is_last:
+                        ptx.fence_before()
+                        self.arrive_warp(bar["dp_free"])
             sums = []
-            for part, start in enumerate(self.sums()[: 1 if is_tail else 2]):
-                for i, first in enumerate((0, WARP // 2)):
-                    found = ptx.load_fragments(lanes + (first << 16) + start + half * HALF_K, HALF_K)
-                    cute.arch.fence_view_async_tmem_load()
-                    if const_expr(part == 0):
-                        sums.append([x * sm_scale for x in found])
-                    else:
-                        sums[i] = [x + y for x, y in zip(sums[i], found, strict=True)]
-            if const_expr(half == 1):
+            for key in cutlass.range_constexpr(start, start + width, HALF_K):
+                sums += [x * sm_scale for x in self.read_sums(lanes + ds_q + key, False)]
+            if const_expr(not is_tail):
+                sums = [x + y for x, y in zip(sums, given[start : start + width], strict=True)]
+            if const_expr(start + width == BLOCK_K):
                 ptx.fence_before()
                 self.arrive_warp(bar["dkv_free"])
-            for eight in cutlass.range_constexpr(HALF_K // 8):
-                key = half * HALF_K + eight * 8
+            for eight in cutlass.range_constexpr(width // 8):
+                key = start + eight * 8
                 found = ptx.load_words(numbers + key * 4, 2)
                 for i in cutlass.range_constexpr(2):
-                    at = eight * 4 + i
-                    values = (sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2])
-                    if const_expr(self.plan.ordered):
-                        there = target + Int64(first_slot + key + i) * row_bytes
-                        ptx.store_quad(there, values, found[i] >= 0)
+                    at = eight // 4 * HALF_K + eight % 4 * 4 + i
+                    values = tuple(sums[at + j] for j in (0, 2, 16, 18))
+                    if const_expr(plan.ordered):
+                        ptx.store_quad(target + (key + i) * (plan.D * 4), values, found[i] >= 0)
                     else:
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
+
+    def read_sums(self, columns, at_once: bool) -> list:
+        """32 keys of the warp's lanes 0 to 15, then 16 to 31: register 4 i + 2 j + k of 16 is row l // 4 + 8 j and key
+        8 i + 2 (l % 4) + k. Where all are used at once, one after the other: they would spill.
+        """
+        out = []
+        for first in (0, WARP // 2):
+            out += ptx.load_fragments(columns + (first << 16), HALF_K)
+            if not at_once or first > 0:
+                cute.arch.fence_view_async_tmem_load()
+        return out
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale):

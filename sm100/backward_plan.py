@@ -9,7 +9,8 @@ takes all lanes as O does in the forward: columns of d in two halves of the lane
 A pair: each CTA has all 128 rows, and the left or the right half of the columns of q, dout, K and V; the even one has
 the tail. So each gathers half of the bytes, adds half of dkv, and the sum over 128 heads is made by the matrix unit. S
 and dP are partial sums: of 32 of the 64 keys each CTA gives its part to the other, of the other 32 it gets the rest and
-makes P and dS, which both need. All products are of one CTA.
+makes P and dS, which both need; with a tail S first, in the room of P, and then dP in that of dS. All products are of
+one CTA.
 
 Read MN-major, two spans of q (or dout) are 128 columns of d, the lanes of q^T dS (dout^T P), whose 64 columns are the
 keys; the two parts of dkv^T meet in registers, on their way from tensor memory to global memory: no staging. Nothing is
@@ -56,8 +57,21 @@ class BackwardPlan(Plan):
 
     @property
     def shared_sums(self) -> bool:
-        """Tensor memory is short: dout^T P lies where dP was, so the next scores wait until it has been read."""
+        """Tensor memory is short: dout^T P lies where dP was, so the next dP waits until it has been read.
+
+        dq 256 + tail 64 + S 64 + dP 64 + q^T dS 64 columns are all 512 of the even CTA.
+        """
         return self.pair and bool(self.tail)
+
+    @property
+    def p_dout(self) -> str:
+        """Where in tensor memory dout^T P is."""
+        return "dp" if self.shared_sums else "p_dout"
+
+    @property
+    def reads_ahead(self) -> bool:
+        """dout^T P of all keys is read before any is added, to make room for dP; not where that would spill."""
+        return self.shared_sums and not self.ordered
 
     @property
     def own_exchange(self) -> bool:
@@ -70,6 +84,7 @@ class BackwardPlan(Plan):
             Barrier("halves_ready", ("softmax",)),  # by the other CTA
             *(() if self.own_exchange else (Barrier("halves_taken", ("softmax",), pair=True),)),
         )
+        shared = (Barrier("dp_ready", ("mma",)), Barrier("dp_free", ("epilogue",)))
         return (
             Barrier("q_full", ("gather",), self.chunks),
             Barrier("q_free", ("mma",), self.chunks),
@@ -79,6 +94,7 @@ class BackwardPlan(Plan):
             Barrier("rows_free", ("gather", "softmax", "epilogue"), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             *(both if self.pair else ()),
+            *(shared if self.shared_sums else ()),
             Barrier("p_ready", ("softmax",), pair=True),
             Barrier("p_free", ("mma",), pair=True),
             Barrier("dkv_ready", ("mma",)),

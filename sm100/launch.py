@@ -53,9 +53,9 @@ ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # each of its slots row numbers and their sorted order while torch sorts them.
 WORKSPACE, SORT_BYTES = 240 * 2**20, 64
 DEFAULT_MULTIPROCESSORS = 148
-# The decision about token groups: predicted (bench/results/sm100_predicted_groups.jsonl), but for rows of kv beyond the
-# L2 and what lists cost for each row, which are an H200's.
-COSTS = GroupCosts(slot={65_536: 1.15, 1 << 31: 1.0}, lists=0.04, lists_per_row=0.03 / 131_072, exit=0.015)
+# The decision about token groups: predicted (bench/results/sm100_predicted_groups.jsonl), but for what lists cost for
+# each row of kv, which is an H200's.
+COSTS = GroupCosts(slot={1 << 31: 1.0}, lists=0.037, lists_per_row=0.03 / 131_072, exit=0.013)
 # What runs a compiled kernel: called with it, its arguments, and the tensors that it touches by name.
 Executor = Callable[[Callable[..., Any], tuple, dict[str, Tensor]], None]
 
@@ -199,7 +199,7 @@ def _kv_rows(kv: Tensor) -> tuple[int, int, tuple[int, int, int]]:
 
 def list_plan_of(plan: UnionPlan, arch: str, kind: type[ListPlan] = ListPlan) -> ListPlan:
     """The plan of a kernel of the union lists for one architecture."""
-    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, arch)
+    return kind(plan.tokens, plan.index_dtype, plan.size, plan.width, plan.threads, arch)
 
 
 def make_lists(

@@ -16,7 +16,7 @@ lists where they are not.
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, const_expr, cute
 
 from . import ptx
 from .forward import INDEX_DTYPES, _global, _named
@@ -241,21 +241,35 @@ class Unions:
             if first + lane < end * VECTOR:
                 word = load(smem["bits"] + (first + lane) * 4, Uint32)
             left = self.taken(word)
-            mine = Int32(cute.arch.popc(left))
-            if cute.arch.vote_any_sync(mine != 0):
-                upto = mine  # inclusive sum over the lanes
-                for step in cutlass.range_constexpr(5):
-                    below = cute.arch.shuffle_sync_up(upto, 1 << step)
-                    upto += below if lane >= 1 << step else Int32(0)
-                place = slot + upto - mine
+            if cute.arch.vote_any_sync(left != 0):
+                before, of_warp = self.places(left, lane)
+                place = slot + before
                 while left != 0:
                     shift = cute.arch.popc((left & (Uint32(0) - left)) - Uint32(1))
                     rows[place] = start + (first + lane) * plan.fields + Int32(shift // plan.width)
                     bits[place] = Int32(word >> shift & Uint32((1 << plan.tokens) - 1))
                     left = left & (left - Uint32(1))
                     place += 1
-                slot += cute.arch.shuffle_sync(upto, WARP - 1)
+                slot += of_warp
         return total + sum_of_warp(counted)
+
+    @cute.jit
+    def places(self, left, lane):
+        """How many rows lanes before this one have taken, and the whole warp; `left` has a bit for each of its own."""
+        if const_expr(self.plan.fields == 2):
+            # No chain of shuffles: two votes.
+            low, high = (cute.arch.vote_ballot_sync(left >> Uint32(16 * i) & Uint32(1) != 0) for i in (0, 1))
+            earlier = (Int32(1) << lane) - 1
+            before = cute.arch.popc(low & earlier) + cute.arch.popc(high & earlier)
+            of_warp = cute.arch.popc(low) + cute.arch.popc(high)
+        else:
+            mine = Int32(cute.arch.popc(left))
+            upto = mine  # inclusive sum over the lanes
+            for step in cutlass.range_constexpr(5):
+                below = cute.arch.shuffle_sync_up(upto, 1 << step)
+                upto += below if lane >= 1 << step else Int32(0)
+            before, of_warp = upto - mine, cute.arch.shuffle_sync(upto, WARP - 1)
+        return before, of_warp
 
     @cute.jit
     def move(self, rows, bits, thread, to, source, count):

@@ -45,7 +45,7 @@ def plans() -> Iterator[object]:
     from cute_sparse_mla.sm100.list_plan import SamplePlan
     from cute_sparse_mla.sm100.plan import Plan
 
-    from cute_sparse_mla.union_lists import TOKENS_PER_TILE, union_plans
+    from cute_sparse_mla.union_lists import SAMPLE_THREADS, TOKENS_PER_TILE, union_plans
 
     for arch, dtype in itertools.product(ARCHITECTURES, DTYPES):
         yield RowPlan(dtype, arch)
@@ -54,7 +54,7 @@ def plans() -> Iterator[object]:
     for arch, tokens, index in itertools.product(ARCHITECTURES, TOKENS_PER_TILE[1:], (torch.int32, torch.int64)):
         made = union_plans(tokens, index)
         yield from (list_plan_of(plan, arch) for plan in made)
-        yield list_plan_of(replace(made[0], width=tokens), arch, SamplePlan)
+        yield list_plan_of(replace(made[0], width=tokens, threads=SAMPLE_THREADS), arch, SamplePlan)
     kinds = (Plan, BackwardPlan, partial(BackwardPlan, ordered=True))
     for kind, arch, D, dtype in itertools.product(kinds, ARCHITECTURES, (512, 576), DTYPES):
         for tokens, rows in itertools.product(TOKENS_PER_TILE, (64, 128)):

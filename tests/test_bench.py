@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cute_sparse_mla
-from bench import cli, report, shapes, timing, verify
+from bench import cli, report, shapes, suites, timing, verify
 from bench.harness import ROW_FIELDS, Run, Settings, run_shape, work
 from bench.implementations import Call, Ours, Pair
 from bench.shapes import BenchShape, draw, plain_shape, random_causal_rows
@@ -117,7 +117,7 @@ def test_extra_models() -> None:
     assert (ratio0.K, ratio0.S_kv) == (128, 256) and draw(ratio0, CPU).indices.shape == (8, 128)
     assert shapes.model_shape(shapes.ALL_MODELS["v4.1-flash"], 256, 4096).S_kv == 2 * 4096
     every = shapes.model_shapes(shapes.ALL_MODELS, [(4096, 4096), (131072, 131072)], shapes.TP_DEGREES, shapes.ROWS)
-    assert len(every) == len(shapes.ALL_MODELS) * 2 * 4 * 2
+    assert len(every) == len(shapes.ALL_MODELS) * 2 * 4 * len(shapes.ROWS)
     with pytest.raises(ArgumentValueError, match="must divide"):
         shapes.model_shape(MODELS["glm5"], 1, 1, tp=3)
 
@@ -138,6 +138,24 @@ def test_text_rows() -> None:
     assert all(row["ok"] and row["S_kv"] == 96 and row["rows"] == "text" for row in rows)
     too_long = run_shape(small(rows="text", T=16, context=97), [Ours()], SETTINGS, Run(CPU), indexer)
     assert all(row["ms"] is None and "97" in row["note"] and row["ok"] is None for row in too_long)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_pooled_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setitem(shapes.CHUNK_BYTES, "cpu", chunk)
+    bounds = torch.arange(300)
+    for share, offset in ((1.0, 0), (2.0, 7), (100.0, 0)):
+        rows = shapes.pooled_rows(bounds, 300, 20, share, torch.Generator().manual_seed(3), offset)
+        assert rows.shape == (300, 20)
+        for first in range(0, 300, shapes.POOL_TOKENS):
+            block = rows[first : first + shapes.POOL_TOKENS]
+            valid = block[block >= 0]
+            pool = valid.unique()
+            assert pool.numel() <= round(share * 20) and (not valid.numel() or valid.max() <= first + offset)
+            least = min(20, first + 1)
+            assert all(row[row >= 0].unique().numel() == (row >= 0).sum() == least for row in block)
+            if first and share == 2.0:
+                assert pool.numel() == 40 and block.unique(dim=0).shape[0] == block.shape[0]
 
 
 # -- verification --------------------------------------------------------------------------------------------------
@@ -287,6 +305,25 @@ def test_settings_of_ours() -> None:
         Ours("faster")
 
 
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_suites_run(suite: str) -> None:
+    """The first shape of every part, cut down to a CPU's size, with all implementations of the part."""
+    for part in suites.parts(suite):
+        shape = replace(part.shapes[0], T=4, context=64, H=2, K=part.shapes[0].window + 8)
+        if shape.rows == "text":
+            shape = replace(shape, rows="random")
+        impls = [Ours(name.partition(":")[2]) for name in part.implementations]
+        rows = run_shape(shape, impls, Settings(CPU, part.passes, 1, verify_tokens=4, suite=suite), Run(CPU))
+        assert len(rows) == len(part.passes) * len(impls)
+        assert all(row["ok"] and row["suite"] == suite and row["input_mb"] > 0 for row in rows)
+
+
+def test_suites_have_each_shape_once() -> None:
+    for suite in suites.SUITES:
+        every = [shape for part in suites.parts(suite) for shape in part.shapes]
+        assert len(every) == len(set(every))
+
+
 # -- command line --------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +357,7 @@ def test_command_line_counts_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     ["--shape 1,2", "--shape 9,4,1,64,4", "--rows real", "--pass backward", "--tokens 8x4", "--tokens a",
      "--impl theirs", "--impl ours:fast", "--peer x=y", "--peer flash_mla", "--impl tilelang_example", "--tp 3",
      "--tp 0",     "--impl flash_mla --peer flash_mla=no_such_module", "--peer flash_mla=/no/such/file.py",
-     "--rows text --indexer /no/such/file", "--invalid 101"],
+     "--rows text --indexer /no/such/file", "--invalid 101", "--suite v4", "--suite v5", "--suite v4 --tokens 4"],
 )  # fmt: skip
 def test_command_line_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(*words.split()) == 2

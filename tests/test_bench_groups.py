@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import groups
+from bench import groups, suites
 from bench.shapes import plain_shape
 from bench.timing import Spread
 
@@ -16,7 +16,7 @@ FOUND = {"kind": "groups", "tokens_per_tile": 8, "slots": [800, 200], "chosen": 
 
 def test_gains_are_against_token_by_token_of_the_same_pass() -> None:
     times = (
-        ("ours", "fwd", 2.0, ""), (groups.SINGLE, "fwd", 6.0, ""), ("flash_mla", "fwd", 5.0, "padded"),
+        ("ours", "fwd", 2.0, ""), (suites.SINGLE, "fwd", 6.0, ""), ("flash_mla", "fwd", 5.0, "padded"),
         ("ours", "bwd", None, "failed: no memory"), ("flash_mla", "bwd", None, "not run: no backward"),
     )  # fmt: skip
     rows = groups.with_gains(
@@ -51,7 +51,7 @@ def test_a_run_where_nothing_is_grouped(
     assert groups.main(["--only", "6 x 40", "--reps", "1", "--verify-tokens", "2", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(row["impl"], row["pass"]) for row in rows} == {
-        (impl, which) for impl in (groups.AS_IT_COMES, groups.PLANNED, groups.SINGLE) for which in ("fwd", "bwd")
+        (impl, which) for impl in (groups.AS_IT_COMES, suites.PLANNED, suites.SINGLE) for which in ("fwd", "bwd")
     }
     assert all(row["tokens_per_tile"] == 1 and row["implied"] is None and row["ok"] for row in rows)
     assert "6 x 40" in capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_the_committed_rows() -> None:
         tuple(getattr(shape, name if name != "model" else "name") for name in names) for shape in groups.shapes()
     }
     assert all(row["kind"] == "groups" and row.get("ok") is not False for row in rows)
-    ours = [row for row in rows if row["impl"] in (groups.AS_IT_COMES, groups.PLANNED)]
+    ours = [row for row in rows if row["impl"] in (groups.AS_IT_COMES, suites.PLANNED)]
     assert ours and min(row["gain"] for row in ours) >= 0.97
     decisions = [row["of_forward"] for row in rows if row["impl"] == groups.DECISION and row["model"] == "glm5"]
     assert len(decisions) == 12 and max(decisions) < 0.01

@@ -16,6 +16,7 @@ import cute_sparse_mla
 from bench import cli, peers
 from bench.harness import Run, Settings, run_shape
 from bench.implementations import Ours, Pair
+from bench.masked_dense import MaskedDense, valid_rows
 from bench.peers import CuDNN, FlashMLA, Miles, TileLangExample, TileLangExample128, own_barriers
 from bench.shapes import BenchShape, draw
 from cute_sparse_mla.precision import Inputs
@@ -321,6 +322,34 @@ def test_module_in_a_folder(tmp_path: Path) -> None:
     finally:
         sys.path[:] = path
         sys.modules.pop("flash_mla", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("plain", {}), ("sink", {"has_sink": True}), ("text_bounds", {"T": 16, "context": 64})]
+)
+def test_masked_dense(name: str, changes: dict) -> None:
+    shape = replace(D576, **{"T": 24, "context": 48, "K": 16, **changes})
+    rows = run_shape(shape, [Ours(), MaskedDense()], Settings(CPU, ("fwd", "bwd", "fwd+bwd"), reps=1), Run(CPU))
+    assert all(row["ok"] for row in rows), [row["note"] for row in rows]
+
+
+def test_masked_dense_bounds_and_repeats() -> None:
+    shape = replace(D576, T=8, context=8, H=2, K=5)
+    inputs = draw(shape, CPU)
+    inputs.indices[:] = torch.tensor([0, 3, 7, -1, 8])
+    bounded = replace(inputs, causal=True, topk_length=torch.full((8,), 2, dtype=torch.int32))
+    assert valid_rows(bounded)[2].tolist() == [0, 8, 8, 8, 8] and valid_rows(bounded)[3].tolist() == [0, 3, 8, 8, 8]
+    assert valid_rows(inputs)[0].tolist() == [0, 3, 7, 8, 8]
+    out, lse = MaskedDense().prepare(bounded, shape.problem()).fwd()
+    ours, ours_lse = cute_sparse_mla.fwd(
+        bounded.q, bounded.kv, bounded.indices, d_v=512, backend="reference", **bounded.options
+    )
+    torch.testing.assert_close(lse, ours_lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, ours, rtol=2e-2, atol=2e-2)
+    assert MaskedDense().differs(inputs, "fwd") == ""
+    inputs.indices[:, 1] = 0
+    assert "twice" in MaskedDense().differs(inputs, "fwd")
+    assert "GB" in MaskedDense().unsupported(replace(shape, T=4096, context=65536, H=64).problem(), "fwd", CPU)
 
 
 def test_roles_that_share_a_barrier_get_their_own() -> None:

@@ -18,7 +18,7 @@ def test_training_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert train_dsa.main([*SMALL, "--svg", str(svg)]) == 0
     said = capsys.readouterr().out
     assert "dense " in said and "sparse, top 4 " in said
-    lines = ElementTree.parse(svg).getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    lines = ElementTree.parse(svg).getroot().findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4 and all(len(line.attrib["points"].split()) == 4 for line in lines)
 
 

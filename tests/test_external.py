@@ -16,6 +16,7 @@ from torch import Tensor
 
 import cute_sparse_mla
 from bench import fastest as table_of
+from bench import report
 from bench.cases import Case
 from cute_sparse_mla import (
     MissingDependencyError,
@@ -297,7 +298,7 @@ def test_who_is_missing_or_refuses_is_passed_over_with_the_reason(measured: set[
 
 
 def test_the_table_is_what_the_committed_rows_give() -> None:
-    assert fastest.TABLE.read_text() == table_of.text(table_of.entries(table_of.read([table_of.RESULTS])))
+    assert fastest.TABLE.read_text() == table_of.text(table_of.entries(report.read_jsonl(table_of.RESULTS)))
 
 
 def _row(impl: str, ms: float | None, **changes: Any) -> dict[str, Any]:

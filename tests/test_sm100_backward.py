@@ -104,7 +104,9 @@ def test_late_asynchronous_work_changes_nothing() -> None:
     assert torch.equal(prompt[0], late[0]) and torch.equal(prompt[1], late[1])
 
 
-@pytest.mark.parametrize(("heads", "D", "deterministic"), ((24, 576, False), (100, 512, False), (72, 576, True)))
+@pytest.mark.parametrize(("heads", "D", "deterministic"), (
+    (24, 576, False), (100, 512, False), (100, 576, False), (72, 576, True),
+))  # fmt: skip
 def test_no_races(heads: int, D: int, deterministic: bool) -> None:
     inputs = sentinel_case(heads, D, 192, "random", True).but(S=2).inputs(seed=1)
     out, lse = Judge(inputs).budget_forward()

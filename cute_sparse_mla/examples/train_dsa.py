@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cute_sparse_mla
-from cute_sparse_mla import arguments, indices
+from cute_sparse_mla import arguments, charts, indices
 
 LATENT, ROPE = 512, 64  # the kernels' D = 576 and d_v = 512
 VOCABULARY = 256  # bytes
@@ -233,41 +233,12 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 def curves_svg(curves: dict[str, Sequence[float]], title: str) -> str:
     """A picture of loss curves, each smoothed over its pale raw values."""
-    width, height, left, top, right, bottom = 720, 400, 56, 44, 24, 44
-    steps = max(len(values) for values in curves.values())
-    low = math.floor(min(min(values) for values in curves.values()) * 2) / 2
-    high = math.ceil(max(max(values) for values in curves.values()) * 2) / 2
-
-    def x(step: float) -> float:
-        return left + (width - left - right) * step / steps
-
-    def y(value: float) -> float:
-        return top + (height - top - bottom) * (high - value) / (high - low)
-
-    def path(values: Sequence[float], style: str) -> str:
-        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in enumerate(values, 1))
-        return f'<polyline points="{points}" fill="none" {style}/>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="24" font-size="14">{title}</text>',
-    ]
-    for number in range(round((high - low) / 0.5) + 1):
-        value = low + number / 2
-        parts.append(f'<path d="M{left} {y(value):.1f}H{width - right}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.1f}</text>')
-    for number in range(7):
-        step = steps * number / 6
-        parts.append(f'<text x="{x(step):.1f}" y="{height - 24}" text-anchor="middle">{step:.0f}</text>')
-    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">step</text>')
-    for number, ((name, values), colour) in enumerate(zip(curves.items(), ("#1f77b4", "#d62728"), strict=False)):
+    lines = []
+    for (name, values), colour in zip(curves.items(), charts.PALETTE, strict=False):
         mean = smoothed(values)
-        parts.append(path(values, f'stroke="{colour}" stroke-opacity="0.2"'))
-        parts.append(path(mean, f'stroke="{colour}" stroke-width="2"'))
-        label = f"{name}: {mean[-1]:.2f}"
-        parts.append(f'<text x="{width - right - 200}" y="{top + 20 + 18 * number}" fill="{colour}">{label}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+        lines.append(charts.Line(list(enumerate(values, 1)), colour=colour, faint=True))
+        lines.append(charts.Line(list(enumerate(mean, 1)), f"{name}: {mean[-1]:.2f}", colour))
+    return charts.picture((title, lines, charts.Axis("step", low=0), charts.Axis("nats per byte")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

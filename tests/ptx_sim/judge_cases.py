@@ -176,6 +176,8 @@ INTEGER = {
     "cvt.u16.u32": "cvt.u16.u32 %h1, %r1; and.b16 %h2, %h1, 255; or.b16 %h3, %h2, 512; cvt.u32.u16 %r10, %h3;",
     "cvt.s8": "cvt.s32.s8 %r10, %r1;",
     "cvt.u16": "cvt.u32.u16 %r10, %r1;",
+    "cvt.s64.s8": "cvt.u16.u32 %h1, %r1; cvt.s64.s8 %d5, %h1; shr.u64 %d5, %d5, 4; cvt.u32.u64 %r10, %d5;",
+    "cvt.u64.u16": "cvt.u16.u32 %h1, %r1; cvt.u64.u16 %d5, %h1; shl.b64 %d5, %d5, 12; cvt.u32.u64 %r10, %d5;",
     "cvt.sat": "cvt.sat.s32.s64 %r10, %d5;",
 }
 FLOAT = {
@@ -453,6 +455,20 @@ mul.wide.u32 %d9, %r8, 4; add.s64 %d9, %d9, %d0; st.global.b32 [%d9], %r7;"""
     yield Case(
         "distributed shared memory", "clusters", body, {"out": np.zeros(64, np.uint32)}, ["out"], grid=2, cluster=2
     )
+    # Vectors for the other CTA and one arrival a thread on its barrier, which orders them.
+    body = """mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mov.b32 %r3, smem;
+setp.ne.u32 %p1, %r0, 0; @%p1 bra READY; mbarrier.init.shared::cta.b64 [%r3], 32; fence.mbarrier_init.release.cluster;
+READY: barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 %r14, 1;
+shl.b32 %r4, %r0, 4; add.u32 %r5, %r3, 1024; add.u32 %r5, %r5, %r4;
+mapa.shared::cluster.u32 %r6, %r5, %r2; mapa.shared::cluster.u32 %r7, %r3, %r2;
+mad.lo.u32 %r10, %r1, 1000, %r0; mul.lo.u32 %r11, %r10, 3; mul.lo.u32 %r12, %r10, 5; mul.lo.u32 %r13, %r10, 7;
+st.shared::cluster.v4.b32 [%r6], {%r10, %r11, %r12, %r13};
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7], %r14; mov.b32 %r15, 0;
+AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r3], %r15; @!%p2 bra AGAIN;
+ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r5]; mad.lo.u32 %r8, %r1, 32, %r0; mul.wide.u32 %d9, %r8, 16;
+add.s64 %d9, %d9, %d0; st.global.v4.b32 [%d9], {%r20, %r21, %r22, %r23};
+barrier.cluster.arrive; barrier.cluster.wait;"""
+    yield Case("remote vectors", "clusters", body, {"out": np.zeros(256, np.uint32)}, ["out"], grid=2, cluster=2)
     total = np.zeros(4, np.uint32)
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""

@@ -18,6 +18,7 @@ import torch
 
 from .launch import Launch
 from .predict import Footprint, Pair, Prediction, predict
+from .published import wheel_times
 from .rates import CHIPS
 from .trace import Trace, record
 
@@ -29,19 +30,7 @@ TOKENS, ROWS = 64, 1024
 SLOTS = (512, 768)
 PUBLISHED_GB200 = "published by the kernels' authors, GB200"
 MEASURED_H200 = "measured on an H200"
-# (kernels, heads, D, K) -> (tokens = rows, ms) on GB200.
-GB200_TIMES = {
-    ("cudnn sm100 forward", 64, 576, 2048): (
-        (2048, 0.598),
-        (4096, 1.138),
-        (8192, 2.264),
-        (16384, 4.933),
-        (32768, 9.784),
-    ),
-    ("cudnn sm100 forward", 64, 512, 640): ((4096, 0.413),),
-    ("cudnn sm100 backward", 64, 576, 2048): ((4096, 4.423), (8192, 8.783), (32768, 38.3)),
-    ("cudnn sm100 backward", 64, 512, 640): ((4096, 1.432),),
-}
+GB200_TIMES = wheel_times()
 # (kernels, heads, D, K) -> (tokens, rows, ms) on H200.
 H200_TIMES = {
     ("cudnn sm90 backward", 64, 576, 2048): (

@@ -23,6 +23,7 @@ import torch
 from .launch import Launch
 from .predict import Footprint, Pair, Prediction, memory_of, predict, savings
 from .predicted import GB200_TIMES, PUBLISHED_GB200, ROOT, Row, predict_row
+from .published import contract_times
 from .rates import GB200
 from .trace import record
 
@@ -32,12 +33,7 @@ TILES = (2, 3)
 ROWS = 1024
 TOKENS = (4096, 8192, 16384)
 D_V = 512
-# (heads, K) -> ms at TOKENS, D 512. The 64 heads fill half of a 128-row tile.
-OTHERS_GB200 = {
-    (64, 640): (0.859, 1.666, 3.293),
-    (128, 640): (0.918, 1.775, 3.506),
-    (128, 1152): (1.349, 2.650, 5.262),
-}
+OTHERS_GB200 = contract_times("forward", TOKENS)
 PUBLISHED_OTHERS = "published, GB200, DeepSeek-V4 contract, tiles of 128 rows"
 
 

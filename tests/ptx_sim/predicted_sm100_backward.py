@@ -5,6 +5,9 @@ Shapes, token counts and the rules for tiles are the forward's (`predicted_sm100
 two and a block for each 64 slots more. The kernel of the per-row values is predicted too; what torch does beside them
 (clearing and rounding dkv, the sum of the sink's gradient) counts by its bytes, each kernel with a launch.
 
+`deterministic_ms` is the same with `deterministic=True`: per part of the tokens its own main kernel, the kernel that
+sums the terms (every row has as many) and torch's kernels that sort their rows, these by their bytes and launches.
+
 Beside it the wheel's backward, all its launches, by the same table of constants; at 128 heads its kernels for pairs of
 CTAs, compiled for two numbers of slots that it knows. FLOP are `2 T H K (3 D + 2 512)` with the real heads.
 """
@@ -22,7 +25,8 @@ import torch
 from .launch import Launch
 from .predict import Footprint, Pair, memory_of, predict, savings
 from .predicted import ROOT, Row, predict_row
-from .predicted_sm100 import D_V, ROWS, TILES, Shape, ctas, footprint, published, write_lines
+from .predicted_sm100 import D_V, ROWS, TILES, TOKENS, Shape, ctas, footprint, published, write_lines
+from .published import contract_times
 from .rates import GB200
 from .replay import Memory, replay
 from .trace import Trace, record
@@ -35,23 +39,28 @@ SIZES = ((TILES[0], SLOTS), (TILES[1], SLOTS), (TILES[0], MORE_SLOTS))
 # (heads, D) -> numbers of slots for which the wheel has the same kernel.
 WHEEL_SLOTS = {(128, 512): (512, 1152), (128, 576): (512, 1024)}
 WHEEL_TOKENS = (64, 128)
-# (heads, K) -> ms at TOKENS, D 512.
-OTHERS_GB200 = {
-    (64, 640): (1.874, 3.702, 7.347),
-    (128, 640): (2.465, 4.876, 9.723),
-    (128, 1152): (3.798, 7.539, 15.029),
-}
+OTHERS_GB200 = contract_times("backward", TOKENS)
 TORCH_KERNELS = 3
+# Of a part of a deterministic backward: 19 that find the rows of its slots, 11 of a radix sort of 64-bit keys with
+# their numbers, 2 of the search for the first slot of each row.
+SORT_KERNELS = 32
+SORT_PASSES = 8  # each reads and writes key and number
+SUM_ROWS = 32  # of the recordings of the sums
 
 
-def capture(shape: Shape, tokens: int, slots: int) -> list[Launch]:
-    """The launches of a call in which one cluster has a tile for each of `tokens`, not run."""
+def capture(shape: Shape, tokens: int, slots: int, rows: int = ROWS, deterministic: bool = False) -> list[Launch]:
+    """The launches of a call in which one cluster has a tile for each of `tokens`, not run.
+
+    Deterministic: one part, and every row of kv stands in the same number of slots.
+    """
     from . import project_sm100
 
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, shape.heads, shape.D, generator=gen).bfloat16()
-    kv = torch.randn(ROWS, 1, shape.D, generator=gen).bfloat16()
-    indices = torch.randint(0, ROWS, (tokens, 1, slots), dtype=torch.int32, generator=gen)
+    kv = torch.randn(rows, 1, shape.D, generator=gen).bfloat16()
+    indices = torch.randint(0, rows, (tokens, 1, slots), dtype=torch.int32, generator=gen)
+    if deterministic:
+        indices = (torch.randperm(tokens * slots, generator=gen) % rows).to(torch.int32).view(tokens, 1, slots)
     out, lse = q[..., :D_V].contiguous(), torch.full((tokens, shape.heads), 8.0)
     sink = torch.randn(shape.heads, generator=gen) if shape.sink else None
     with project_sm100.simulated(multiprocessors=ctas(shape), run=False) as recorder:
@@ -59,30 +68,34 @@ def capture(shape: Shape, tokens: int, slots: int) -> list[Launch]:
         from cute_sparse_mla.config import SparseAttentionConfig
 
         alone = SparseAttentionConfig(tokens_per_tile=1)
-        cute_sparse_mla.bwd(q, kv, out, out, indices, lse, attn_sink=sink, config=alone, backend="sm100")
+        cute_sparse_mla.bwd(
+            q, kv, out, out, indices, lse, attn_sink=sink, deterministic=deterministic, config=alone, backend="sm100"
+        )
     return recorder.launches
 
 
-def recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
+def recorded(shape: Shape, deterministic: bool = False) -> tuple[Trace, dict[tuple[int, int], Trace]]:
     """The kernel of the row values, and the main kernel by (tiles, slots)."""
-    return _recorded(replace(shape, layer="", K=0))
+    return _recorded(replace(shape, layer="", K=0), deterministic)
 
 
 @functools.cache
-def _recorded(shape: Shape) -> tuple[Trace, dict[tuple[int, int], Trace]]:
+def _recorded(shape: Shape, deterministic: bool) -> tuple[Trace, dict[tuple[int, int], Trace]]:
     """Layers that differ in the number of slots only are recorded once."""
     found = {}
     for tiles, slots in SIZES:
-        values, main = capture(shape, tiles, slots)
+        values, main, *_ = capture(shape, tiles, slots, deterministic=deterministic)
         found[tiles, slots] = record(main)
     return record(values, 1), found
 
 
 @functools.cache
-def clocks(shape: Shape, gather_mb: float, adds_mb: float) -> tuple[float, float, float]:
+def clocks(
+    shape: Shape, gather_mb: float, adds_mb: float, deterministic: bool = False, active: int | None = None
+) -> tuple[float, float, float]:
     """(clocks of two tiles of `SLOTS` slots, of a tile more, of a block more in a tile) of the main kernel."""
-    _, traces = recorded(shape)
-    return tile_clocks(traces, memory_of(GB200, Footprint(gather_mb, adds_mb)))
+    _, traces = recorded(shape, deterministic)
+    return tile_clocks(traces, memory_of(GB200, Footprint(gather_mb, adds_mb), active))
 
 
 def tile_clocks(traces: dict[tuple[int, int], Trace], memory: Memory) -> tuple[float, float, float]:
@@ -110,6 +123,47 @@ def main_milliseconds(shape: Shape, tokens: int) -> float:
     """The main kernel."""
     tiles = math.ceil(tokens / (int(GB200["sms"]) // ctas(shape)))
     return launch_milliseconds(clocks(shape, footprint(shape, tokens), adds(shape, tokens)), tiles, shape.K)
+
+
+def deterministic_milliseconds(shape: Shape, tokens: int) -> float:
+    """What stands for the main kernel when `deterministic=True`: as many parts as the workspace asks for."""
+    from cute_sparse_mla.sm100.launch import terms_at_a_time
+
+    clusters = int(GB200["sms"]) // ctas(shape)
+    most = min(tokens, terms_at_a_time(shape.K, shape.D, clusters))
+    parts = [most] * (tokens // most) + ([tokens % most] if tokens % most else [])
+    return sum(_part_milliseconds(shape, tokens, part, clusters) for part in parts)
+
+
+@functools.cache
+def _part_milliseconds(shape: Shape, tokens: int, tiles: int, clusters: int) -> float:
+    """Main kernel, sorting and sums of a part of so many tiles."""
+    active = min(tiles, clusters) * ctas(shape)
+    found = clocks(shape, footprint(shape, tokens), 0.0, True, active)
+    main = launch_milliseconds(found, math.ceil(tiles / clusters), shape.K)
+    terms = tiles * shape.K
+    sort = terms * SORT_PASSES * 2 * 16 / (GB200["dram"] * 1e9) + SORT_KERNELS * GB200["launch"] / 1e3
+    return main + sort + _sum_milliseconds(shape, tokens, terms)
+
+
+def _sum_milliseconds(shape: Shape, tokens: int, terms: int) -> float:
+    """The kernel that adds so many terms to the rows of dkv, as many as tokens."""
+    from cute_sparse_mla.sm100.backward_plan import SUM_WARPS
+
+    few, many = (TILES[0] * slots / SUM_ROWS for slots in (SLOTS, MORE_SLOTS))
+    shorter, longer = _recorded_sums(replace(shape, layer="", K=0))
+    pair = Pair(shorter, longer, many - few, terms / tokens - few)
+    sizes = Footprint(terms * shape.D * 4 / 1e6, 0.0)
+    return predict(pair, GB200, math.ceil(tokens / SUM_WARPS), sizes, explain=False).milliseconds
+
+
+@functools.cache
+def _recorded_sums(shape: Shape) -> tuple[Trace, Trace]:
+    """The kernel of the sums for two numbers of terms a row."""
+    few, many = (
+        record(capture(shape, TILES[0], slots, SUM_ROWS, deterministic=True)[-1], 1) for slots in (SLOTS, MORE_SLOTS)
+    )
+    return few, many
 
 
 def adds(shape: Shape, tokens: int) -> float:
@@ -152,6 +206,7 @@ def line(shape: Shape, tokens: int) -> dict:
         "main_ms": round(parts[0], 4),
         "row_values_ms": round(parts[1], 4),
         "torch_ms": round(parts[2], 4),
+        "deterministic_ms": round(ms - parts[0] + deterministic_milliseconds(shape, tokens), 3),
         "tflops": round(2 * tokens * shape.heads * shape.K * (3 * shape.D + 2 * D_V) / ms / 1e9),
         "limiter": next(iter(saved)),
         "saved_if_twice_as_fast": {name: round(share, 3) for name, share in list(saved.items())[:4]},

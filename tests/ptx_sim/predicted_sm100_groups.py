@@ -34,8 +34,9 @@ from .trace import Trace, record
 
 OUT = ROOT / "bench" / "results" / "sm100_predicted_groups.jsonl"
 QUERIES = 4096
-# (layer, heads of one rank): tensor parallelism 8, 4, 2 and, of GLM-5, none.
+# (layer, heads of one rank): tensor parallelism 8, 4, 2 and, of GLM-5, none. Pairs of CTAs are predicted for GLM-5.
 LAYERS = (*(("glm5", heads) for heads in (8, 16, 32, 64)), *(("v4-flash", heads) for heads in (8, 16, 32)))
+PAIRS = ("glm5",)
 GROUPS = (2, 4, 8, 16)
 CTA_ROWS, MOST_ROWS = 64, 128
 
@@ -127,12 +128,12 @@ def main_milliseconds(tile: Tile, backward: bool, slots: float, S_kv: int) -> fl
 
 
 @functools.cache
-def _extra(layer: str, heads: int, tokens: int) -> tuple[float, float, float]:
-    """Milliseconds of the samples, of the lists, and of the forward that ends at once."""
+def _extra(layer: str, tokens: int) -> tuple[float, float, float]:
+    """Milliseconds of the samples, of the lists, and of the forward that ends at once, for as many heads as fit."""
     from . import project_sm100
 
     rows, _ = rows_of(layer)
-    q, kv = _inputs(MODELS[layer].D, heads, tokens, rows.S_kv)
+    q, kv = _inputs(MODELS[layer].D, CTA_ROWS // tokens, tokens, rows.S_kv)
     with project_sm100.simulated(multiprocessors=1, run=False) as recorder:
         from cute_sparse_mla.sm100 import launch
 
@@ -157,15 +158,13 @@ def _group_size(launch: Any, tokens: int) -> Any:
     return mock.patch.object(launch, "group_size", lambda problem: tokens)
 
 
-def line(layer: str, heads: int, tokens: int) -> dict | None:
-    """A row of the committed file; `None` where so many tokens of these heads fit no tile."""
+def line(layer: str, heads: int, tokens: int, tile: Tile) -> dict:
+    """A row of the committed file."""
     model = MODELS[layer]
     rows, unions = rows_of(layer)
-    tile, alone = tile_of(model.D, heads, tokens), tile_of(model.D, heads, 1)
-    if tile is None or alone is None:
-        return None
+    alone = Tile(model.D, 1, CTA_ROWS)
     slots = unions[tokens] * model.K
-    samples, lists, ends = _extra(layer, heads, tokens)
+    samples, lists, ends = _extra(layer, tokens)
     shape = Shape(layer, heads, model.D, model.K, model.has_sink)
     rest = values_milliseconds(shape, QUERIES) + torch_milliseconds(shape, QUERIES)
     parts: dict[str, dict[str, float]] = {}
@@ -214,13 +213,17 @@ def write(args: argparse.Namespace) -> int:
     """Predict the layers whose name contains `args.only`, print the rows and replace them in `args.out`."""
     known = [json.loads(text) for text in args.out.read_text().splitlines()] if args.out.exists() else []
     kept = {(row["layer"], row["heads"], row["tokens_per_tile"]): row for row in known}
-    for layer, heads in LAYERS:
-        for tokens in GROUPS:
-            if args.only in f"{layer} {heads} heads, {tokens} tokens":
-                entry = line(layer, heads, tokens)
-                if entry is not None:
-                    kept[layer, heads, tokens] = entry
-                    print(describe(entry), flush=True)
-    order = [(layer, heads, tokens) for layer, heads in LAYERS for tokens in GROUPS]
-    args.out.write_text("".join(json.dumps(kept[key]) + "\n" for key in order if key in kept), encoding="utf-8")
+    for layer, heads, tokens, tile in every_row():
+        if args.only in f"{layer} {heads} heads, {tokens} tokens":
+            kept[layer, heads, tokens] = line(layer, heads, tokens, tile)
+            print(describe(kept[layer, heads, tokens]), flush=True)
+            # Row by row: the whole takes minutes.
+            rows = (kept[key[:3]] for key in every_row() if key[:3] in kept)
+            args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0
+
+
+def every_row() -> list[tuple[str, int, int, Tile]]:
+    """Layer, heads, tokens and tile of every row."""
+    tiles = ((layer, heads, n, tile_of(MODELS[layer].D, heads, n)) for layer, heads in LAYERS for n in GROUPS)
+    return [(layer, heads, n, tile) for layer, heads, n, tile in tiles if tile and (tile.ctas == 1 or layer in PAIRS)]

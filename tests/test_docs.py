@@ -1,0 +1,55 @@
+"""The README and the pages: their code runs as it stands, their links lead somewhere, their figures are the rows'."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import pages, tables
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "ptx_sim" / "README.md"]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+
+
+# The simulator's example needs a process of its own: test_ptx_sim_readme.py.
+@pytest.mark.parametrize(("page", "number"), [(p, n) for p in PAGES[:-1] for n in range(len(snippets(p)))],
+                         ids=lambda value: getattr(value, "stem", value))  # fmt: skip
+def test_code_runs(page: Path, number: int) -> None:
+    exec(compile(snippets(page)[number], f"{page.name}, snippet {number}", "exec"), {})
+
+
+def test_pages_have_code() -> None:
+    assert len(snippets(README)) == 1 and len(snippets(ROOT / "docs" / "choose.md")) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name in re.findall(r"`make ([\w-]+)", text):
+        assert re.search(rf"^{name}:", targets, flags=re.M), name
+
+
+def test_figures_are_those_of_the_rows() -> None:
+    assert [path.name for path in pages.stale()] == [], "run python -m bench.pages"
+
+
+def test_every_table_and_picture_is_shown() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for name in tables.TABLES:
+        assert f"<!-- figures: {name} -->" in text, name
+    for name in pages.plots.PICTURES:
+        assert f"bench/results/{name}.svg" in text, name
