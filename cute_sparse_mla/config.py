@@ -116,15 +116,18 @@ TABLE: tuple[ConfigRow, ...] = (
         "sm90", (512, 576), (1, MAX_HEADS_PER_GROUP),
         SparseAttentionConfig(
             fwd_threads=384, fwd_stages=2, fwd_block_k=64,
-            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=4,
+            bwd_threads=384, bwd_stages=1, bwd_block_k=64, bwd_split_store=8,
         ),
-        reason="two matrix warpgroups and a copy warpgroup; 64 head rows and 64 slots fill a wgmma tile, and the time "
-        "of 8 heads is that of the gather and of the dkv adds: where neighbouring tokens share enough rows, which the "
-        "device finds out from a sample, up to 32 heads fill the tile with 2 to 16 tokens; 128 matrix threads cannot "
-        "hold a 64 x 512 accumulator (256 fp32 registers each). Where fp32 dkv exceeds the L2 the backward takes each "
-        "token's rows in rising order, from lists made first",
+        reason="forward: two matrix warpgroups and a copy warpgroup; backward: one warpgroup for scores, one that "
+        "streams dkv, one that copies; 64 head rows and 64 slots fill a wgmma tile, and the time of 8 heads is that of "
+        "the gather and of the dkv adds: where neighbouring tokens share enough rows, which the device finds out from "
+        "a sample, up to 32 heads fill the tile with 2 to 16 tokens; 128 matrix threads cannot hold a 64 x 512 "
+        "accumulator (256 fp32 registers each). Where fp32 dkv exceeds the L2 the backward takes each token's rows in "
+        "rising order, from lists made first",
         figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.26 and backward 8.53 ms at 64 heads, "
-        "2.03 and 8.00 at 8; in groups of 8, lists and decision included, 0.66 and 2.30 (against 1.99 and 7.95)",
+        "2.03 and 8.00 at 8; in groups of 8, lists and decision included, 0.66 and 2.30 (against 1.99 and 7.95). "
+        "Since then the backward's main kernel alone, random rows, in one process: 8.62 -> 6.68 ms at 64 heads, "
+        "7.99 -> 6.14 at 8",
     ),
     ConfigRow(
         "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),

@@ -8,46 +8,45 @@
 stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines. With several
 tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all of them.
 
-Pipeline of one block of 64 slots, time down (one KV buffer: it is free once dq has read it, and the next gather runs
-under the dkv chunks and their adds, the longest part):
+Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
+the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns.
 
-    copy warpgroup                  matrix warpgroups 0 and 1 (w: heads 32 w, columns 256 w)
-    gather columns 0..511           wait kv_ready
-    kv_ready                        S^T = K Q^T, dP^T = V dO^T for 32 heads
-    wait stage_done                 wait tail_ready; S^T += tail
-    gather the tail, tail_ready     P, dS to shared memory, ds_ready
-    wait ds_ready                   dq += dS K   (256 columns)     frees kv_free
-    dq tail += dS K tail            (tail, every other block)      wait stage_free
-    frees stage_free                for 64 columns at a time:
-    wait kv_free                      acc = dS^T Q
-    gather columns 0..511 (next)      acc = sm_scale acc + P^T dO  frees ds_free (last chunk)
-                                      adds, turned in the tail columns of the KV buffer
-    wait stage_done                 frees stage_done
+    copy warpgroup                scores' warpgroup               stream of dkv
+    gather group n, kv_ready[n]   wait kv_ready[n]
+      (n = 0, 1, 2, 3)            S^T += K_n Q_n^T
+                                  dP^T += V_n dO_n^T
+                                  P, dS; wait ds_free
+                                  dS to shared memory, ds_ready
+    wait ds_ready                 wait p_free                     wait ds_ready; acc = dS^T Q under the last adds
+    wait kv_free[0], gather 0     P handed over, p_ready            of the block before, then p_free
+    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers
+    dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, from the last down:
+    frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows turned where P was, half kept
+    wait tail_free, gather 3                                        next acc = dS^T Q under the adds of the first half
+                                                                    (first chunk: dq tail += dS K tail, tail_free)
+                                                                    acc = sm_scale acc + P^T dO under the other adds
+                                                                  frees ds_free (last dS)
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores.
 
-An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view. The terms
-of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that the part before has
-left in `Sums`, in fp32 and unscaled, and leave its own there.
+An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view from slot
+`slot_0` on. The terms of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that
+the part before has left in `Sums`, in fp32 and unscaled, and leave its own there.
 """
 
 import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
 from .plan import (
-    BLOCK_K, CHUNK, D_V, HALF, MATRIX_REGISTERS,
-    PRODUCER_REGISTERS, ROWS, THREADS, WARPGROUP, Plan,
+    BLOCK_K, CHUNK, COPY_REGISTERS, D_V, HALF, ITEM, ROWS,
+    SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import LEAVE, ROW_ADD
+from .ptx import DKV_STREAM, LEAVE
 from .tile import (
-    PASSES, STEP, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
+    PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
     selects, store_rows,
 )  # fmt: skip
-
-HEADS_WG = ROWS // 2  # heads whose scores one matrix warpgroup computes
-CHUNKS = HALF // CHUNK  # dkv chunks of a matrix warpgroup, the tail not counted
-STAGE = 2 * WARPGROUP // 32 * 256  # fp32 words in which the matrix warps turn their adds, 1 KB a warp
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -59,10 +58,12 @@ def build(plan: Plan) -> PrimFunc:
     TAIL = D - D_V
     TOKENS = plan.tokens
     ORDERED = plan.ordered
-    ADD_ROWS = f"sparse_mla::add_rows<{'true' if ORDERED else 'false'}>"
+    STORE = "true" if ORDERED else "false"
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
-    STAGE_0 = D_V if TAIL else 0
+    SPLIT = HALF + 128
+    # Columns of KV that are gathered, and come free, together.
+    GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv or its terms, and of the sums of dq between parts.
@@ -77,121 +78,151 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.macro
-    def gather(KV, KV_s, rows, kv_base, r0, c0, first, last):
-        # Columns [first, last) of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, kv_base, idx, rows, source):
+        # Rows of block i from the indices read before, and the indices of block i + 1.
         for r in T.unroll(PASSES):
-            for u in T.unroll((last - first) // STEP):
-                T.ptx_cp_async(
-                    T.access_ptr(KV_s[r * 16 + r0, first + u * STEP + c0], "w", VECTOR),
-                    T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + first + u * STEP + c0], "r", VECTOR),
-                    VECTOR,
-                    predicate=rows[r] >= 0,
-                )
+            rows[r] = T.if_then_else(
+                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
+            )
+            source[r] = T.call_extern(
+                i64, "sparse_mla::address", T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + c0], "r", VECTOR)
+            )
+            idx[r] = -1
+            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
+                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
 
     @T.macro
-    def say_rows(slot_row, rows, lane, r0):
+    def gather(n, KV_s, r0, c0, source, rows, kv_ready):
+        # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+        first, last = GROUPS[n]
+        for r in T.unroll(PASSES):
+            T.call_extern(
+                "handle", f"sparse_mla::gather_row<{last - first}>",
+                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), source[r] + first * ITEM, rows[r] >= 0,
+            )  # fmt: skip
+        T.cp_async_barrier_noinc(kv_ready[n])
+
+    @T.macro
+    def say_rows(slot_row, buffer, rows, lane, r0):
         if lane % 8 == 0:
             for r in T.unroll(PASSES):
-                slot_row[r * 16 + r0] = rows[r]
+                slot_row[buffer, r * 16 + r0] = rows[r]
 
     @T.macro
-    def add(acc, stage, dKV, column, row_stride, my_rows):
+    def gather_first(
+        i, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
+    ):
+        # The first group of columns of block i, and what its slots are.
+        if TOKENS > 1:
+            say_rows(slot_row, i & 1, rows, lane, r0)
+            load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
+            T.cp_async_barrier_noinc(rows_ready)
+        gather(0, KV_s, r0, c0, source, rows, kv_ready)
+        if TOKENS == 1:
+            say_rows(slot_row, i & 1, rows, lane, r0)
+            T.barrier_arrive(rows_ready)
+
+    @T.macro
+    def scores(n, i, KV_s, Q_s, dO_s, s, dp, kv_ready):
+        first, last = GROUPS[n]
+        T.barrier_wait(kv_ready[n], i & 1)
+        T.fence_proxy_async()
+        T.wgmma_gemm(KV_s[:, first:last], Q_s[:, first:last], s, transpose_B=True, clear_accum=n == 0)
+        last = min(last, D_V)
+        T.wgmma_gemm(KV_s[:, first:last], dO_s[:, first:last], dp, transpose_B=True, clear_accum=n == 0)
+
+    @T.macro
+    def turn_and_keep(acc, kept, stage):
+        T.call_extern("handle", "sparse_mla::turn_and_keep", acc.data, kept.data, T.access_ptr(stage[0], "r", 1))
+
+    @T.macro
+    def turn_kept(kept, stage):
+        T.call_extern("handle", "sparse_mla::turn<2>", kept.data, T.access_ptr(stage[0], "r", 1))
+
+    @T.macro
+    def add(n, valid, stage, to, rows, row_bytes):
+        # Half of what was turned: rows[n] and those of the other lanes.
         T.call_extern(
-            "handle", ADD_ROWS, acc.data, T.access_ptr(stage[0, STAGE_0], "r", 1), dKV.data, column, row_stride,
-            my_rows[0], my_rows[1], my_rows[2], my_rows[3],
+            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", T.access_ptr(stage[0], "r", 1), to[0], rows[n],
+            row_bytes,
         )  # fmt: skip
 
     @T.macro
-    def start_dq(dq, Sums, starts, cta, column, columns):
+    def scale(acc, sm_scale):
+        for k, d in T.Parallel(BLOCK_K, CHUNK):
+            acc[k, d] *= sm_scale
+
+    @T.macro
+    def chunk(
+        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale
+    ):
+        # Adds of the chunk of columns up to `end` while the next one is computed.
+        T.wgmma_gemm(dS_s, Q_s[:, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
+        if first:
+            T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
+        add(0, valid, P_s, to, rows, row_bytes)
+        add(1, valid, P_s, to, rows, row_bytes)
+        turn_kept(kept, P_s)
+        T.wait_wgmma(0)
+        if frees:
+            T.barrier_arrive(freed)
+        scale(acc, sm_scale)
+        T.wgmma_gemm(p, dO_s[:, end - 2 * CHUNK : end - CHUNK], acc)
+        add(2, valid, P_s, to, rows, row_bytes)
+        add(3, valid, P_s, to, rows, row_bytes)
+        T.wait_wgmma(0)
+        to[0] -= CHUNK * 4
+        turn_and_keep(acc, kept, P_s)
+
+    @T.macro
+    def stream(
+        valid, i, blocks, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready,
+        ds_free, tail_free,
+    ):  # fmt: skip
+        # All chunks of a block, the last columns first: those of the tail have no P^T dO.
+        turn_and_keep(acc, kept, P_s)
+        if TAIL:
+            chunk(
+                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes,
+                sm_scale,
+            )  # fmt: skip
+        for c in T.serial(D_V // CHUNK - 1):
+            chunk(
+                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s,
+                KV_s, to, rows, row_bytes, sm_scale,
+            )  # fmt: skip
+        if i + 1 < blocks:
+            T.barrier_wait(ds_ready, (i + 1) & 1)
+        # The next block's first; after the last block of no use.
+        T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
+        add(0, valid, P_s, to, rows, row_bytes)
+        add(1, valid, P_s, to, rows, row_bytes)
+        turn_kept(kept, P_s)
+        T.wait_wgmma(0)
+        scale(acc, sm_scale)
+        add(2, valid, P_s, to, rows, row_bytes)
+        add(3, valid, P_s, to, rows, row_bytes)
+        to[0] += (D - CHUNK) * 4
+
+    @T.macro
+    def start_dq(dq, Sums, starts, cta, first, last):
         if ORDERED and starts == 0:
-            for h, d in T.Parallel(ROWS, columns):
-                dq[h, d] = Sums[(cta * ROWS + h) * D + column + d]
+            for h, d in T.Parallel(ROWS, last - first):
+                dq[h, d] = Sums[(cta * ROWS + h) * D + first + d]
         else:
             T.fill(dq, 0)
 
     @T.macro
-    def leave_dq(dq, Sums, cta, column, columns):
-        for h, d in T.Parallel(ROWS, columns):
-            Sums[(cta * ROWS + h) * D + column + d] = dq[h, d]
-
-    @T.macro
-    def matrix_warpgroup(
-        w, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row, slot_bits, stage,
-        dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride, scale_log2, sm_scale, q_ready,
-        stats_ready, kv_ready, tail_ready, rows_ready, kv_free, stage_free, stage_done, ds_ready, ds_free,
-    ):  # fmt: skip
-        s = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
-        dp = T.alloc_fragment([BLOCK_K, HEADS_WG], fp32)
-        dq = T.alloc_fragment([ROWS, HALF], fp32)
-        acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
-        H0, H1 = w * HEADS_WG, (w + 1) * HEADS_WG
-        C0, C1 = w * HALF, (w + 1) * HALF
-        start_dq(dq, Sums, starts, cta, C0, HALF)
-        T.barrier_wait(stats_ready, 0)
-        T.barrier_wait(q_ready, 0)
-        for i in T.serial(blocks):
-            T.barrier_wait(kv_ready, i & 1)
-            T.fence_proxy_async()
-            T.wgmma_gemm(KV_s[:, :D_V], Q_s[H0:H1, :D_V], s, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(KV_s[:, :D_V], dO_s[H0:H1, :], dp, transpose_B=True, clear_accum=True)
-            if TAIL:
-                T.barrier_wait(tail_ready, i & 1)
-                T.fence_proxy_async()
-                T.wgmma_gemm(KV_s[:, D_V:D], Q_s[H0:H1, D_V:D], s, transpose_B=True)
-            T.barrier_wait(rows_ready, i & 1)
-            for n in T.unroll(4):
-                my_rows[n] = slot_row[my_slot + 4 * n]
-                if ORDERED:
-                    my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
-            T.wait_wgmma(0)
-            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                s[k, h] = T.if_then_else(
-                    slot_row[k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], H0 + h, TOKENS),
-                    T.exp2(s[k, h] * scale_log2 - stats[0, H0 + h]),
-                    T.float32(0),
-                )
-            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                dp[k, h] = s[k, h] * (stats[1, H0 + h] * dp[k, h] + stats[2, H0 + h])
-            for k, h in T.Parallel(BLOCK_K, HEADS_WG):
-                s[k, h] *= stats[1, H0 + h]
-            T.barrier_wait(ds_free, (i & 1) ^ 1)
-            T.copy(s, P_s[:, H0:H1])
-            T.copy(dp, dS_s[:, H0:H1])
-            T.fence_proxy_async()
-            T.barrier_arrive(ds_ready)
-            T.barrier_wait(ds_ready, i & 1)
-
-            T.wgmma_gemm(dS_s, KV_s[:, C0:C1], dq, transpose_A=True)
-            T.wait_wgmma(0)
-            T.barrier_arrive(kv_free)
-            if TAIL:
-                T.barrier_wait(stage_free, i & 1)
-                # The two matrix warpgroups take turns with the tail.
-                if i % 2 == w:
-                    T.wgmma_gemm(dS_s, Q_s[:, D_V:D], acc, clear_accum=True)
-                    T.wait_wgmma(0)
-                    for k, d in T.Parallel(BLOCK_K, CHUNK):
-                        acc[k, d] *= sm_scale
-                    add(acc, stage, dKV, dkv_base + D_V, row_stride, my_rows)
-            for c in T.serial(CHUNKS):
-                T.wgmma_gemm(dS_s, Q_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc, clear_accum=True)
-                T.wait_wgmma(0)
-                for k, d in T.Parallel(BLOCK_K, CHUNK):
-                    acc[k, d] *= sm_scale
-                T.wgmma_gemm(P_s, dO_s[:, C0 + c * CHUNK : C0 + (c + 1) * CHUNK], acc)
-                T.wait_wgmma(0)
-                if c == CHUNKS - 1:
-                    T.barrier_arrive(ds_free)
-                add(acc, stage, dKV, dkv_base + C0 + c * CHUNK, row_stride, my_rows)
-            if TAIL:
-                T.barrier_arrive(stage_done)
+    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, first, last):
+        # Columns [first, last) of the tile, through the same columns of the KV buffer.
         if ORDERED and ends == 0:
-            leave_dq(dq, Sums, cta, C0, HALF)
+            for h, d in T.Parallel(ROWS, last - first):
+                Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
-            for h, d in T.Parallel(ROWS, HALF):
+            for h, d in T.Parallel(ROWS, last - first):
                 dq[h, d] *= sm_scale
-            T.copy(dq, KV_s[:, C0:C1])
-            store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, tx - w * WARPGROUP, C0, C1)
+            T.copy(dq, KV_s[:, first:last])
+            store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
 
     @T.prim_func
     def sparse_mla_bwd(
@@ -213,6 +244,7 @@ def build(plan: Plan) -> PrimFunc:
         tiles_per_group: T.int32,
         wanted: T.int32,
         tile_0: T.int32,
+        slot_0: T.int32,
         part_slots: T.int32,
         starts: T.int32,
         ends: T.int32,
@@ -221,32 +253,29 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + ROW_ADD)
+            T.import_source(LEAVE + DKV_STREAM)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             dO_s = T.alloc_shared([ROWS, D_V], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
-            P_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
+            # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
+            P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
-            slot_row = T.alloc_shared([BLOCK_K], "int32", scope="shared")
+            slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             # Who selected a slot, bit t for token t.
             slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
-            if TAIL:  # noqa: SIM108
-                # The tail columns of the KV block are dead once scores and dq have read them.
-                stage = KV_s
-            else:
-                stage = T.alloc_shared([1, STAGE], fp32)
 
-            q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
-            stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
-            kv_ready = T.alloc_barrier(arrive_count=WARPGROUP)
-            tail_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
-            kv_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
-            stage_free = T.alloc_barrier(arrive_count=WARPGROUP)
-            stage_done = T.alloc_barrier(arrive_count=2 * WARPGROUP)
-            ds_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
-            ds_free = T.alloc_barrier(arrive_count=THREADS)
+            kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            if TAIL:  # noqa: SIM108
+                tail_free = T.alloc_barrier(arrive_count=WARPGROUP)
+            else:
+                tail_free = kv_free
+            ds_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            p_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            ds_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
+            p_free = T.alloc_barrier(arrive_count=WARPGROUP)
 
             leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
@@ -272,14 +301,14 @@ def build(plan: Plan) -> PrimFunc:
             length = T.alloc_var("int32")
             length = T.cast(K, "int32")
             if has_length != 0:
-                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
+                length = T.max(0, T.min(T.max(Lengths[b, ti, g], 0) - slot_0, T.cast(K, "int32")))
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
-            # Does: loads q, dout; gathers KV; dq of the tail. Produces: kv_ready, tail_ready, rows_ready, stage_free.
+            # Does: loads q, dout; gathers KV; dq of columns 256..511. Produces: kv_ready, rows_ready, ds_free.
+            # Consumes: kv_free, tail_free, ds_ready.
             if tx >= 2 * WARPGROUP:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                dq_t = T.alloc_fragment([ROWS, 64], fp32)
+                T.set_max_nreg(COPY_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
@@ -293,12 +322,10 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
-                T.ptx_commit_group()
-                T.ptx_wait_group(0)
-                T.fence_proxy_async()
-                T.barrier_arrive(q_ready)
+                # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
+                if blocks > 0:
+                    load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                    load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
                 if lane < ROWS:
                     token, head = if_exists(lane, TOKENS, heads, left)
                     for v in T.unroll(3):
@@ -307,83 +334,149 @@ def build(plan: Plan) -> PrimFunc:
                             Stats[v, b, t + token, head_0 + head],
                             T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
                         )
-                T.barrier_arrive(stats_ready)
 
                 idx = T.alloc_local([4], idx_t)
                 rows = T.alloc_local([4], "int32")
+                source = T.alloc_local([4], i64)
                 for r in T.unroll(4):
                     idx[r] = -1
                     if r * 16 + r0 < length:
                         idx[r] = Indices[b, ti, g, r * 16 + r0]
-                if TAIL:
-                    start_dq(dq_t, Sums, starts, cta, D_V, TAIL)
+                dq_2 = T.alloc_fragment([ROWS, 128], fp32)
+                dq_3 = T.alloc_fragment([ROWS, 128], fp32)
+                start_dq(dq_2, Sums, starts, cta, HALF, SPLIT)
+                start_dq(dq_3, Sums, starts, cta, SPLIT, D_V)
 
-                # Iteration i finishes block i - 1 and gathers block i.
-                for i in T.serial(blocks + 1):
-                    if i > 0:
-                        T.barrier_wait(ds_ready, (i - 1) & 1)
-                        T.fence_proxy_async()
+                next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
+                if blocks > 0:
+                    gather_first(
+                        0, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                        kv_ready, rows_ready,
+                    )  # fmt: skip
+                    gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(2, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                # Iteration i finishes block i and gathers the next.
+                for i in T.serial(blocks):
+                    T.barrier_wait(ds_ready, i & 1)
+                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, kv_base, idx, rows, source)
+                    if i < blocks - 1:
+                        T.barrier_wait(kv_free[0], i & 1)
+                        gather_first(
+                            i + 1, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                            kv_ready, rows_ready,
+                        )  # fmt: skip
+                        T.barrier_wait(kv_free[1], i & 1)
+                        gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                    # Behind those of the scores' warpgroup: the stream's products wait for less.
+                    T.wgmma_gemm(dS_s, KV_s[:, HALF:SPLIT], dq_2, transpose_A=True)
+                    T.wgmma_gemm(dS_s, KV_s[:, SPLIT:D_V], dq_3, transpose_A=True)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(ds_free)
+                    if i < blocks - 1:
+                        gather(2, KV_s, r0, c0, source, rows, kv_ready)
                         if TAIL:
-                            T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
-                            T.wait_wgmma(0)
-                        T.barrier_arrive(stage_free)
-                        T.barrier_arrive(ds_free)
-                    if i < blocks:
-                        for r in T.unroll(4):
-                            rows[r] = T.if_then_else(
-                                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
-                            )
-                            idx[r] = -1
-                            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
-                                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
-                        T.barrier_wait(kv_free, (i & 1) ^ 1)
-                        if TOKENS > 1:
-                            say_rows(slot_row, rows, lane, r0)
-                            load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
-                            T.cp_async_barrier_noinc(rows_ready)
-                        gather(KV, KV_s, rows, kv_base, r0, c0, 0, D_V)
-                        T.cp_async_barrier_noinc(kv_ready)
-                        if TOKENS == 1:
-                            say_rows(slot_row, rows, lane, r0)
-                            T.barrier_arrive(rows_ready)
-                        if TAIL:
-                            T.barrier_wait(stage_done, (i & 1) ^ 1)
-                            gather(KV, KV_s, rows, kv_base, r0, c0, D_V, D)
-                            T.cp_async_barrier_noinc(tail_ready)
+                            T.barrier_wait(tail_free, i & 1)
+                        gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, SPLIT)
+                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, SPLIT, D_V)
 
-                if TAIL:
-                    if blocks > 0:
-                        T.barrier_wait(stage_done, (blocks - 1) & 1)
-                    if ORDERED and ends == 0:
-                        leave_dq(dq_t, Sums, cta, D_V, TAIL)
-                    else:
-                        for h, d in T.Parallel(ROWS, TAIL):
-                            dq_t[h, d] *= sm_scale
-                        T.copy(dq_t, KV_s[:, D_V:D])
-                        store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, D_V, D)
+            # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
+            # Consumes: kv_ready, rows_ready, ds_free, p_free.
+            elif tx < WARPGROUP:
+                T.set_max_nreg(SCORE_REGISTERS, 1)
+                s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
+                dp = T.alloc_fragment([BLOCK_K, ROWS], fp32)
+                p = T.alloc_fragment([BLOCK_K, ROWS], dtype)
+                dq_0 = T.alloc_fragment([ROWS, 128], fp32)
+                dq_1 = T.alloc_fragment([ROWS, 128], fp32)
+                start_dq(dq_0, Sums, starts, cta, 0, 128)
+                start_dq(dq_1, Sums, starts, cta, 128, HALF)
+                for i in T.serial(blocks):
+                    scores(0, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    scores(1, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    scores(2, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    scores(3, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    T.barrier_wait(rows_ready, i & 1)
+                    T.wait_wgmma(1)
+                    for k, h in T.Parallel(BLOCK_K, ROWS):
+                        s[k, h] = T.if_then_else(
+                            slot_row[i & 1, k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], h, TOKENS),
+                            T.exp2(s[k, h] * scale_log2 - stats[0, h]),
+                            T.float32(0),
+                        )
+                    T.wait_wgmma(0)
+                    for k, h in T.Parallel(BLOCK_K, ROWS):
+                        dp[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
+                    for k, h in T.Parallel(BLOCK_K, ROWS):
+                        s[k, h] *= stats[1, h]
+                    T.copy(s, p)
+                    T.barrier_wait(ds_free, (i & 1) ^ 1)
+                    T.copy(dp, dS_s)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ds_ready)
+                    T.barrier_wait(ds_ready, i & 1)
+                    T.barrier_wait(p_free, (i & 1) ^ 1)
+                    T.call_extern("handle", "sparse_mla::give", p.data, T.access_ptr(P_s[0], "r", 1))
+                    T.barrier_arrive(p_ready)
+                    T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
+                    T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
+                    T.wait_wgmma(1)
+                    T.barrier_arrive(kv_free[0])
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free[1])
+                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 0, 128)
+                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 128, HALF)
 
+            # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:
-                T.set_max_nreg(MATRIX_REGISTERS, 1)
+                T.set_max_nreg(STREAM_REGISTERS, 0)
+                lane_b = tx - WARPGROUP
                 my_slot = T.alloc_var("int32")
-                my_slot = tx % WARPGROUP // 32 * 16 + tx % 32 // 8
+                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8
                 my_rows = T.alloc_local([4], "int32")
-                row_stride = T.alloc_var("int32")
-                row_stride = T.cast(D if ORDERED else G * D, "int32")
-                dkv_base = T.alloc_var(i64)
-                dkv_base = cta * part_slots * D if ORDERED else (b * S_kv * G + g) * D
-                if tx < WARPGROUP:
-                    matrix_warpgroup(
-                        0, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
-                        slot_bits, stage, dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride,
-                        scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free,
-                        stage_free, stage_done, ds_ready, ds_free,
-                    )  # fmt: skip
+                row_bytes = T.alloc_var("int32")
+                row_bytes = T.cast((D if ORDERED else G * D) * 4, "int32")
+                # Where this lane adds: bytes of the last chunk's first row of kv.
+                to = T.alloc_local([1], i64)
+                row_0 = cta * part_slots * D if ORDERED else (b * S_kv * G + g) * D
+                to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(D - CHUNK, i64))
+                p_b = T.alloc_fragment([BLOCK_K, ROWS], dtype)
+                acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
+                if TAIL:
+                    dq_t = T.alloc_fragment([ROWS, TAIL], fp32)
+                    start_dq(dq_t, Sums, starts, cta, D_V, D)
                 else:
-                    matrix_warpgroup(
-                        1, tx, cta, blocks, b, t, head_0, heads, left, Q_s, dO_s, KV_s, P_s, dS_s, stats, slot_row,
-                        slot_bits, stage, dQ, dKV, Sums, starts, ends, my_rows, my_slot, dkv_base, row_stride,
-                        scale_log2, sm_scale, q_ready, stats_ready, kv_ready, tail_ready, rows_ready, kv_free,
-                        stage_free, stage_done, ds_ready, ds_free,
-                    )  # fmt: skip
+                    dq_t = acc
+                kept = T.alloc_local([16], fp32)
+                if blocks > 0:
+                    T.barrier_wait(ds_ready, 0)
+                    T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
+                    T.wait_wgmma(0)
+                    scale(acc, sm_scale)
+                for i in T.serial(blocks):
+                    for n in T.unroll(4):
+                        my_rows[n] = slot_row[i & 1, my_slot + 4 * n]
+                        if ORDERED:
+                            my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
+                    T.barrier_wait(p_ready, i & 1)
+                    T.call_extern("handle", "sparse_mla::take", p_b.data, T.access_ptr(P_s[0], "r", 1))
+                    if not TAIL:
+                        T.wgmma_gemm(p_b, dO_s[:, D - CHUNK :], acc)
+                        T.wait_wgmma(0)
+                    # Adds that ask for no validity: ptxas makes a branch of every predicated one.
+                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_row[i & 1, 0], "r", 1)) != 0:
+                        stream(
+                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
+                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                        )  # fmt: skip
+                    else:
+                        stream(
+                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
+                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                        )  # fmt: skip
+                    T.barrier_arrive(p_free)
+                if TAIL:
+                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, sm_scale, D_V, D)
 
     return sparse_mla_bwd

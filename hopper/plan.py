@@ -10,14 +10,19 @@ ROWS = 64  # rows of a tile, tokens x padded heads: one wgmma M
 BLOCK_K = 64  # slots of a block
 D_V = 512
 HALF = D_V // 2
-CHUNK = 64  # dkv columns of one product and its adds
+CHUNK = 64  # dkv columns of one product and its adds in the backward
 # Registers a thread holds after the split. The pool is what the launch gave: 168 a thread, not the whole register file;
 # two matrix warpgroups and a copy warpgroup that ask for more than 3 x 168 wait for ever.
 LAUNCH_REGISTERS = 168
 MATRIX_REGISTERS = 208
 PRODUCER_REGISTERS = 88
-if 2 * MATRIX_REGISTERS + PRODUCER_REGISTERS > 3 * LAUNCH_REGISTERS:
-    raise ValueError("register split exceeds the launch's pool")
+# Of the backward: the scores' warpgroup, the stream of dkv, the copies.
+SCORE_REGISTERS = 224
+STREAM_REGISTERS = 120
+COPY_REGISTERS = 160
+for _split in (2 * MATRIX_REGISTERS + PRODUCER_REGISTERS, SCORE_REGISTERS + STREAM_REGISTERS + COPY_REGISTERS):
+    if _split > 3 * LAUNCH_REGISTERS:
+        raise ValueError(f"a register split of {_split} exceeds the launch's pool of {3 * LAUNCH_REGISTERS}")
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
@@ -62,7 +67,7 @@ class Plan:
             f"dout [{ROWS} x {D_V}]": ROWS * D_V * ITEM,
             f"kv [{BLOCK_K} x {self.D}]": BLOCK_K * self.D * ITEM,
             f"p, dS 2 x [{BLOCK_K} x {ROWS}]": 2 * BLOCK_K * ROWS * ITEM,
-            "slot rows, row statistics": BLOCK_K * 4 + 3 * ROWS * 4,
+            "slot rows and bits, row statistics": 3 * BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
 

@@ -1,65 +1,128 @@
 """Device code that TileLang has no word for."""
 
-ROW_ADD = r"""
+DKV_STREAM = r"""
 namespace sparse_mla {
-// Add a [64 x 64] accumulator of a warpgroup (m64 layout) to 64 fp32 rows, in full 128-byte lines.
-// Straight from the registers a warp would touch 16 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
-// against 3.8 for whole lines. So each warp turns [8 rows x 32 columns] at a time in its own KB of shared memory:
-// float2 writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at
-// c ^ (2 (r % 4) ^ (r / 4))).
-// The adds of a part are issued after the writes of the next, which hides the latency of the reads.
-// `row_n`: kv row of slot 16 warp + 4 n + lane / 8, negative when the slot is invalid.
-// With `Store` the rows are written instead.
-#define SPARSE_MLA_LINE(INSTRUCTION)                                                                               \
-  asm volatile("{\n"                                                                                               \
-               ".reg .pred valid;\n"                                                                               \
-               "setp.ge.s32 valid, %5, 0;\n"                                                                       \
-               "@valid " INSTRUCTION " [%0 + %6], {%1, %2, %3, %4};\n"                                             \
-               "}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)                        \
-               : "memory")
-template <bool Store, int Offset>
-__device__ __forceinline__ void add_line(float *to, int row, const float4 v) {
-  // Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
-  if (Store)
+__device__ __forceinline__ long long address(const void *from) { return reinterpret_cast<long long>(from); }
+// 16 bytes of every 64 columns of a row, counted from `to` and `from`; zeros, without a read, if the slot is invalid.
+// In the 128-byte swizzle of shared memory 64 columns of 64 rows are one piece of 8 KB.
+template <int Columns> __device__ __forceinline__ void gather_row(const void *to, long long from, bool valid) {
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int u = 0; u < Columns / 64; ++u)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + 8192 * u), "l"(from + 128 * u),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// A left operand [64 x 64] in registers is handed from a warpgroup to the same lanes of another: 64 bytes a lane, of
+// which each warp keeps its own 2 KB.
+__device__ __forceinline__ uint4 *fragment(const void *shared) {
+  return static_cast<uint4 *>(const_cast<void *>(shared)) + threadIdx.x % 128 / 32 * 128 + threadIdx.x % 32;
+}
+__device__ __forceinline__ void give(const void *operand, const void *shared) {
+  const uint4 *from = static_cast<const uint4 *>(operand);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) fragment(shared)[32 * j] = from[j];
+}
+__device__ __forceinline__ void take(void *operand, const void *shared) {
+  uint4 *to = static_cast<uint4 *>(operand);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) to[j] = fragment(shared)[32 * j];
+}
+
+// A [64 x 64] accumulator of a warpgroup (m64 layout) is added to 64 fp32 rows in full 128-byte lines.
+// Straight from the registers a warp would touch 8 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
+// against 3.8 for whole lines. So each warp turns [8 rows x 64 columns] at a time in its own 2 KB of shared memory:
+// float2 writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at c ^ 2 (r % 4)).
+__device__ __forceinline__ char *stage(const void *shared) {
+  return static_cast<char *>(const_cast<void *>(shared)) + threadIdx.x % 128 / 32 * 2048;
+}
+template <int Offset> __device__ __forceinline__ void store_pair(unsigned to, const float *pair) {
+  asm volatile("{\n"
+               ".reg .b64 pair;\n"
+               "mov.b64 pair, {%1, %2};\n"
+               "st.shared.b64 [%0 + %3], pair;\n"
+               "}" ::"r"(to), "f"(pair[0]), "f"(pair[1]), "n"(Offset)
+               : "memory");
+}
+// Turn 8 rows, of which a lane has 8 pairs of columns, every pair `Step` values after the one before.
+template <int Step> __device__ __forceinline__ void turn(const void *pairs, const void *shared) {
+  const float *from = static_cast<const float *>(pairs);
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned to = lane / 4 * 256 + ((lane % 4 * 8) ^ (lane / 4 % 4 * 32));
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(stage(shared) + (to ^ (j * 32))));
+    store_pair<0>(mine, from + Step * j);
+    store_pair<128>(mine, from + Step * (j + 4));
+  }
+  __syncwarp();
+}
+// Turn rows 0 to 7 of a warp's 16, and set the others aside, so that the accumulator can be used again. They are
+// multiplied by an opaque 1: copies would be merged with the accumulator, for which ptxas then finds no registers and
+// serialises every product.
+__device__ __forceinline__ void turn_and_keep(const void *accumulator, void *kept, const void *shared) {
+  const float *acc = static_cast<const float *>(accumulator);
+  turn<4>(acc, shared);
+  float one = 1.f;
+  asm volatile("" : "+f"(one));
+#pragma unroll
+  for (int j = 0; j < 16; ++j)
+    asm volatile("mul.f32 %0, %1, %2;"
+                 : "=f"(static_cast<float *>(kept)[j])
+                 : "f"(acc[j / 2 * 4 + 2 + j % 2]), "f"(one));
+}
+// Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`.
+__device__ __forceinline__ long long line(const void *dkv, long long at) {
+  return reinterpret_cast<long long>(static_cast<const float *>(dkv) + at + 4 * (threadIdx.x % 8));
+}
+#define SPARSE_MLA_LINE(INSTRUCTION)                                                                       \
+  do {                                                                                                     \
+    if constexpr (All)                                                                                     \
+      asm volatile(INSTRUCTION " [%0 + %5], {%1, %2, %3, %4};" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z),  \
+                   "f"(v.w), "n"(Offset)                                                                   \
+                   : "memory");                                                                            \
+    else                                                                                                   \
+      asm volatile("{\n"                                                                                   \
+                   ".reg .pred valid;\n"                                                                   \
+                   "setp.ge.s32 valid, %5, 0;\n"                                                           \
+                   "@valid " INSTRUCTION " [%0 + %6], {%1, %2, %3, %4};\n"                                 \
+                   "}" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)          \
+                   : "memory");                                                                            \
+  } while (0)
+// Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
+template <bool Store, bool All, int Offset>
+__device__ __forceinline__ void add_line(long long line, int row, const float4 v) {
+  if constexpr (Store)
     SPARSE_MLA_LINE("st.global.v4.f32");
   else
     SPARSE_MLA_LINE("red.global.add.v4.f32");
 }
 #undef SPARSE_MLA_LINE
-template <bool Store>
-__device__ __forceinline__ void add_rows(const void *accumulator, const void *stage, const void *dkv, long long column,
-                                         int row_stride, int row_0, int row_1, int row_2, int row_3) {
-  const float *acc = static_cast<const float *>(accumulator);
-  // Opaque to the compiler: addresses kept from call to call would cost the registers that the accumulators need.
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  asm volatile("" : "+r"(row_0), "+r"(row_1), "+r"(row_2), "+r"(row_3));
-  const int lane = thread % 32, r = lane / 4, q = lane % 4, line = lane / 8, c = lane % 8;
-  float *mine = static_cast<float *>(const_cast<void *>(stage)) + thread / 32 * 256;
-  float *write = mine + 32 * r + 2 * (q % 2);
-  const float *read = mine + 32 * line;
-  float *base = static_cast<float *>(const_cast<void *>(dkv)) + column + 4 * c;
-  float4 low, high;
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {  // rows 8 (part / 2), columns 32 (part % 2)
-    const float *mine_acc = acc + part % 2 * 16 + part / 2 * 2;
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      *reinterpret_cast<float2 *>(write + 4 * ((2 * j + q / 2) ^ (2 * (r % 4) ^ r / 4))) =
-          make_float2(mine_acc[4 * j], mine_acc[4 * j + 1]);
-    if (part == 1) add_line<Store, 0>(base + (long long)row_0 * row_stride, row_0, low);
-    if (part == 1) add_line<Store, 0>(base + (long long)row_1 * row_stride, row_1, high);
-    if (part == 2) add_line<Store, 128>(base + (long long)row_0 * row_stride, row_0, low);
-    if (part == 2) add_line<Store, 128>(base + (long long)row_1 * row_stride, row_1, high);
-    if (part == 3) add_line<Store, 0>(base + (long long)row_2 * row_stride, row_2, low);
-    if (part == 3) add_line<Store, 0>(base + (long long)row_3 * row_stride, row_3, high);
-    __syncwarp();
-    low = *reinterpret_cast<const float4 *>(read + 4 * (c ^ (2 * line)));
-    high = *reinterpret_cast<const float4 *>(read + 128 + 4 * (c ^ (2 * line) ^ 1));
-  }
-  add_line<Store, 128>(base + (long long)row_2 * row_stride, row_2, low);
-  add_line<Store, 128>(base + (long long)row_3 * row_stride, row_3, high);
+// Add four of the rows that were turned, 4 N to 4 N + 3, or with `Store` write them. `row`: row of dkv of slot
+// 4 N + lane / 8 of these, negative when the slot is invalid, which none is if `All`; `stride`: bytes from one row to
+// the next.
+template <bool Store, int N, bool All>
+__device__ __forceinline__ void add(const void *shared, long long to, int row, int stride) {
+  const unsigned lane = threadIdx.x % 32;
+  const char *from = stage(shared) + lane / 8 * 256 + ((lane % 8 * 16) ^ (lane / 8 * 32)) + 1024 * N;
+  const float4 left = *reinterpret_cast<const float4 *>(from), right = *reinterpret_cast<const float4 *>(from + 128);
+  long long at;  // opaque to the compiler: addresses kept from chunk to chunk would cost registers that are not there
+  asm volatile("{\n"
+               ".reg .b64 offset;\n"
+               "mul.wide.s32 offset, %1, %2;\n"
+               "add.s64 %0, offset, %3;\n"
+               "}"
+               : "=l"(at)
+               : "r"(row), "r"(stride), "l"(to));
+  add_line<Store, All, 0>(at, row, left);
+  add_line<Store, All, 128>(at, row, right);
+}
+// Whether a warp finds no invalid slot among 64.
+__device__ __forceinline__ int all_valid(const void *rows) {
+  const int *row = static_cast<const int *>(rows) + threadIdx.x % 32;
+  return __all_sync(0xffffffffu, row[0] >= 0 && row[32] >= 0);
 }
 }  // namespace sparse_mla
 """

@@ -28,6 +28,7 @@ def normal(op: str) -> str:
     """One spelling for forms that mean the same: no cache hints, `.shared` for `.shared::cta`, moves by width only."""
     op = re.sub(r"\.(L1|L2)::[\w:]+", "", op)
     op = re.sub(r"\.level::eviction_priority|\.uni\b", "", op)
+    op = op.replace(".x4.m8n8.", ".m8n8.x4.")  # TileLang's order of a matrix store's modifiers; the ISA has the other
     if op.startswith("tcgen05.mma.ws."):
         op = op.replace(".collector::b0::discard", "")  # the default
     if not op.startswith(("cp.async.bulk", "cp.reduce", "tcgen05", "cvta")):
