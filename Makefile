@@ -18,8 +18,8 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 load-h200 check bench bench-pages pages test sentinel-h200 sanitize-h200 sentinel-sim sim-races
-.PHONY: sync-mutants lint clean
+.PHONY: install-matrix fuzz-h200 load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
+.PHONY: sanitize-h200 sentinel-sim sim-races sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
@@ -39,7 +39,7 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
-sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of ten kernels (about 40 CPU minutes)
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of twelve kernels (about 50 CPU minutes)
 	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
@@ -54,6 +54,9 @@ sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the s
 
 fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 8 $(ARGS)
+
+peer-suites-h200: $(RUN_READY)  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
+	$(PY) -m tests.peer_suites $(ARGS)
 
 load-h200: $(RUN_READY)  ## 10,000 mixed calls, a cold cache, threads, out of memory, on a Hopper GPU
 	$(PY) -m tests.load $(ARGS)

@@ -1,6 +1,6 @@
 """What a call costs beyond its kernels: `bench --gaps`, for this package's own calls, on a GPU.
 
-kernels_ms  the device's work: the sum over the call's kernels, by torch's profiler
+kernels_ms  time in which at least one kernel runs, by torch's profiler, over the calls of the next two
 replay_ms   one replay of a CUDA graph of the call: gaps between kernels that the device alone makes
 queued_ms   one call behind others, between CUDA events: gaps that remain when the host runs ahead
 idle_ms     one call on an idle device, from the host's first line to the last kernel's end: what a caller waits
@@ -9,8 +9,9 @@ host_ms     the host's time for one call
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,14 +38,24 @@ def _alone(function: Callable[[], Any], device: torch.device) -> tuple[float, fl
     return timing.quantile(host, 0.5), timing.quantile(whole, 0.5)
 
 
-def _kernels(function: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """Milliseconds of one call's kernels, and their number."""
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _behind_others(function: Callable[[], Any], device: torch.device) -> tuple[float, float, float, int]:
+    """Milliseconds of a replayed call, of a queued one and of their kernels, and the number of these."""
+    timed = {"replay": timing.captured(function, device), "queued": function}
+    calls = len(timed) * (RUNS + timing.WARMUP)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(RUNS):
-            function()
-        torch.cuda.synchronize(device)
-    found = [event for event in profile.key_averages() if event.device_time_total]
-    return sum(event.device_time_total for event in found) / RUNS / 1e3, sum(event.count for event in found) // RUNS
+        spreads = timing.interleaved(timed, device, reps=RUNS)
+    ran = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = busy((event.time_range.start, event.time_range.end) for event in ran) / calls / 1e3
+    return spreads["replay"].ms, spreads["queued"].ms, kernels, round(len(ran) / calls)
 
 
 def rows(shape: BenchShape, ours: Ours, settings: Settings, run: Run, indexer: Any = None) -> list[Row]:
@@ -59,11 +70,9 @@ def rows(shape: BenchShape, ours: Ours, settings: Settings, run: Run, indexer: A
     for which in (which for which in settings.passes if which in functions):
         function = functions[which]
         function()
-        kernels, count = _kernels(function, device)
+        replay, queued, kernels, count = _behind_others(function, device)
         host, idle = _alone(function, device)
-        timed = {"queued": function, "replay": timing.captured(function, device)}
-        spreads = timing.interleaved(timed, device, reps=settings.reps, seconds=settings.seconds)
-        ms = {"kernels": kernels, "replay": spreads["replay"].ms, "queued": spreads["queued"].ms, "idle": idle}
+        ms = {"kernels": kernels, "replay": replay, "queued": queued, "idle": idle}
         found.append(
             {
                 "kind": "gaps", "run": run.id, "impl": ours.name, "pass": which, "model": shape.name, "T": shape.T,

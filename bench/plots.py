@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -171,8 +172,10 @@ def peers(r: Results) -> str:
             for c in found:
                 if (c.peer, c.D, c.K, c.rows) == (peer, D, K, rows):
                     ratios.setdefault(c.heads, []).append(c.ratio)
-            points = [(count, ratio) for count, values in sorted(ratios.items()) for ratio in values]
-            lines.append(Line(points, f"{PEER_NAMES[peer]}, {D}, {K}, {rows}", colour, dots=True))
+            # Several lengths have the same heads: a dot each, and the line through their geometric means.
+            means = [(count, math.prod(values) ** (1 / len(values))) for count, values in sorted(ratios.items())]
+            lines.append(Line(means, f"{PEER_NAMES[peer]}, {D}, {K}, {rows}", colour))
+            lines += [Line([(count, one)], "", colour, dots=True) for count, values in ratios.items() for one in values]
         axis = Axis("heads", log=True, ticks=POWERS)
         panels.append((f"H200, {name}: time of a peer over ours (D, K, rows)", lines, axis, Axis("ratio", log=True)))
     return picture(*panels)

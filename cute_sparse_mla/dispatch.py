@@ -39,14 +39,14 @@ class KernelBackend:
     runs_on: Callable[[tuple[int, int]], bool]
     requires: str
     extra: str
-    # Whether a deterministic backward groups tokens, too.
+    # Whether a deterministic backward groups tokens without asking the device if it pays.
     groups_in_order: bool
 
 
 KERNEL_BACKENDS = (
-    KernelBackend("sm90", "hopper", "9.x (Hopper)", lambda c: c[0] == 9, "tilelang", "hopper", False),
+    KernelBackend("sm90", "hopper", "9.x (Hopper)", lambda c: c[0] == 9, "tilelang", "hopper", True),
     KernelBackend(
-        "sm100", "sm100", "10.0 or 10.3 (Blackwell)", lambda c: c in ((10, 0), (10, 3)), "cutlass", "blackwell", True
+        "sm100", "sm100", "10.0 or 10.3 (Blackwell)", lambda c: c in ((10, 0), (10, 3)), "cutlass", "blackwell", False
     ),
 )
 
@@ -176,16 +176,14 @@ def grouping(
 def describe_groups(choice: Choice, problem: Problem) -> str:
     """How many tokens share a gather list, and who decides."""
     tokens = choice.config.tokens_per_tile
-    alone = any(b.name == choice.backend and not b.groups_in_order for b in KERNEL_BACKENDS)
-    single = "; one by one in a deterministic backward" if alone else ""
     if tokens is not None:
-        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it{single}"
+        return "" if tokens == 1 else f"{tokens} tokens a tile, as the config or the plan has it"
     tokens = load(choice.backend).group_size(problem)
     if tokens == 1:
         return f"none: {problem.heads_per_group} heads per group leave no room for a second token in a tile"
-    return (
-        f"{tokens} tokens a tile where their union of rows pays, decided on the device from a sample of tiles{single}"
-    )
+    always = any(b.name == choice.backend and b.groups_in_order for b in KERNEL_BACKENDS)
+    decided = "where their union of rows pays, decided on the device from a sample of tiles"
+    return f"{tokens} tokens a tile {decided}{'; always in a deterministic backward' if always else ''}"
 
 
 def planned(

@@ -30,9 +30,9 @@ the others run ahead of it. There is one KV buffer: it comes free and is refille
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores.
 
-An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view. The terms
-of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that the part before has
-left in `Sums`, in fp32 and unscaled, and leave its own there.
+An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view from slot
+`slot_0` on. The terms of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that
+the part before has left in `Sums`, in fp32 and unscaled, and leave its own there.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -244,6 +244,7 @@ def build(plan: Plan) -> PrimFunc:
         tiles_per_group: T.int32,
         wanted: T.int32,
         tile_0: T.int32,
+        slot_0: T.int32,
         part_slots: T.int32,
         starts: T.int32,
         ends: T.int32,
@@ -300,7 +301,7 @@ def build(plan: Plan) -> PrimFunc:
             length = T.alloc_var("int32")
             length = T.cast(K, "int32")
             if has_length != 0:
-                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
+                length = T.max(0, T.min(T.max(Lengths[b, ti, g], 0) - slot_0, T.cast(K, "int32")))
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 

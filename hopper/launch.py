@@ -57,9 +57,9 @@ COSTS = GroupCosts(
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
-# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts, and
-# multiprocessors left to the sums of one part beside the main kernel of the next.
-WORKSPACE, TERM_SORT_BYTES, SUM_CTAS = 240 << 20, 48, 24
+# Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
+# a time), and multiprocessors that the main kernel leaves to the sort.
+WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -155,7 +155,7 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
     if backward and torch.are_deterministic_algorithms_enabled():
-        _ordered_kernels(problem)
+        _ordered_kernels(problem, wished or group_size(problem))
 
 
 @functools.cache
@@ -320,46 +320,47 @@ def fwd(
 
 
 class Parts(NamedTuple):
-    """How a deterministic backward goes through a call: some tokens at a time, and parts of their lists.
+    """How a deterministic backward goes through a call: some tiles at a time, and parts of their lists.
 
-    `tokens` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
+    `tiles` of each batch entry; `slots` of a part; `parts` of a list, of which `sorted` are sorted at a time.
     """
 
-    tokens: int
+    tiles: int
     slots: int
     parts: int
     sorted: int
 
 
-def parts_of(problem: Problem, multiprocessors: int) -> Parts:
-    """Terms of two parts, sums of dq, and what torch sorts, within `WORKSPACE`: full waves, long parts."""
-    terms, state = BLOCK_K * 2 * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+def parts_of(problem: Problem, tokens: int, multiprocessors: int) -> Parts:
+    """Terms, sums of dq, lists and what torch sorts, within `WORKSPACE`: full waves, long parts."""
+    terms, state = BLOCK_K * 4 * problem.D, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     to_sort = BLOCK_K * TERM_SORT_BYTES
-    blocks, a_token = -(-problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
-    wave, lists = max(1, multiprocessors - SUM_CTAS), WORKSPACE // (blocks * (terms + to_sort))
-    groups = -(-problem.S // max(1, max(1, lists // wave) * wave // a_token))
-    tokens = -(-problem.S // groups)
-    ctas = tokens * a_token
-    left = WORKSPACE // ctas - (0 if ctas <= lists else state)
-    if left < terms + to_sort:
+    blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G * _tiles(problem)
+    lists = 2 * 8 * BLOCK_K * blocks if tokens > 1 else 0  # rows and bits, of two groups
+    # CTAs at a time: those of a wave, fewer where lists are very long, more where whole lists fit.
+    wave, whole = max(1, multiprocessors - SORT_UNITS), WORKSPACE // (blocks * (terms + to_sort) + lists)
+    most = WORKSPACE // (terms + to_sort + lists + state)
+    if a_tile > most:
         raise UnsupportedError(
-            f"deterministic=True on sm90 takes up to {WORKSPACE // (state + terms + to_sort)} "
-            f"(batch entry, group, 64 heads) at D = {problem.D}, not {a_token}; pass fewer batch entries at a time"
+            f"deterministic=True on sm90 takes up to {most} (batch entry, group, 64 heads) with "
+            f"{tokens * problem.K} slots at D = {problem.D}, not {a_tile}; pass fewer batch entries at a time"
         )
+    L = -(-problem.S // tokens)
+    groups = -(-L // max(1, max(whole // wave * wave, min(wave, most)) // a_tile))
+    tiles = -(-L // groups)
+    ctas = tiles * a_tile
+    left = WORKSPACE // ctas - lists - (0 if ctas <= whole else state)
     # All parts of a list are sorted together where that takes no more than an eighth.
     kept = min(blocks, WORKSPACE // (8 * ctas * to_sort)) * to_sort
-    parts = -(-blocks // max(1, (left - kept) // terms))
-    slots = -(-blocks // parts)
-    return Parts(tokens, slots * BLOCK_K, parts, min(parts, (left - slots * terms) // (slots * to_sort)))
+    slots = -(-blocks // -(-blocks // max(1, (left - kept) // terms)))
+    parts = -(-blocks // slots)
+    return Parts(tiles, slots * BLOCK_K, parts, max(1, min(parts, (left - slots * terms) // (slots * to_sort))))
 
 
-def _ordered_kernels(problem: Problem) -> tuple[Callable[..., Any], ...]:
+def _ordered_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
     """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
-    plans = {
-        "backward": dataclasses.replace(plan_of(problem), ordered=True),
-        "term_rows": TermPlan(_name(problem.index_dtype)),
-        "ordered_sums": SumPlan(problem.D),
-    }
+    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), ordered=True)
+    plans = {"backward": plan, "term_rows": TermPlan(plan.index_dtype), "ordered_sums": SumPlan(plan.D)}
     return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
 
 
@@ -389,56 +390,109 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _in_order(
-    problem: Problem, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor, dq: Tensor, dkv: Tensor,
-    scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
-) -> None:  # fmt: skip
-    """dq, and the terms of dkv added in order (`ordered.py`), part by part.
-
-    A second stream sorts, and adds the terms of a part while the main kernel writes those of the next: two buffers.
-    """
-    device, tiles, D, units = q.device, _tiles(problem), problem.D, env.multiprocessors(q.device)
-    tokens, slots, parts, sorted_parts = parts_of(problem, units)
-    rows, ctas = problem.B * problem.S_kv * problem.G, problem.B * tokens * problem.G * tiles
-    terms = torch.empty((2, ctas * slots, D), dtype=torch.float32, device=device)
-    sums = _scalar(device, 0.0, torch.float32)
-    if parts > 1:
-        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
-    bounds = torch.arange(sorted_parts * (rows + 1), dtype=torch.int32, device=device)
+def _gathers_in_order(
+    problem: Problem, tokens: int, tiles: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> Iterator[Gather]:  # fmt: skip
+    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed."""
+    device = indices.device
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
-    lengths = lengths.clamp(min=0)
-    nobody, always = (_scalar(device, value, torch.int32) for value in (0, 1))
-    backward, number, add = _ordered_kernels(problem)
-    beside = _Beside(device)
-    ready, added, buffer = beside.done(), [None, None], 0
-    for token, first in itertools.product(range(0, problem.S, tokens), range(0, parts, sorted_parts)):
-        some, count = min(tokens, problem.S - token), min(sorted_parts, parts - first)
-        size = ctas // tokens * some * slots
-        with beside.running():
-            beside.wait(ready)
-            row_of = torch.empty(count * size, dtype=torch.int32, device=device)
-            number(indices, lengths, positions, row_of, problem.S_kv, token, some, tiles, first * slots, slots, *flags)
-            row_of, order = row_of.sort(stable=True)
-            starts = torch.searchsorted(row_of, bounds, out_int32=True)
-        for part in range(first, first + count):
-            slot, last = part * slots, token + some == problem.S and part == parts - 1
-            taken = indices[:, token : token + some, :, slot : slot + slots]
-            left = (lengths[:, token : token + some] - slot)[:, :, None].expand(taken.shape[:3])
-            beside.wait(added[buffer])
-            backward(
-                q, kv, dout, taken, nobody.expand(taken.shape), left, always, positions, stats, dq,
-                terms[buffer].view(-1), sums, *scales, problem.heads_per_group, tiles, -1, token, slots,
-                int(part == 0), int(part == parts - 1), *flags,
+    always, nobody = (_scalar(device, value, torch.int32) for value in (1, 0))
+    samples = torch.empty((1, 2), dtype=torch.int32, device=device)
+    L = -(-problem.S // tokens)
+    for first in range(0, L, tiles):
+        some = slice(first, min(first + tiles, L))
+        if tokens == 1:
+            rows = indices[:, some]
+            bounds = lengths[:, some, None].expand(rows.shape[:3])
+            yield Gather(1, rows, nobody.expand(rows.shape), bounds, positions, always, -1, flags, first)
+            continue
+        made = [part[:, some] for part in lists or ()] or _lists(
+            problem, union_plan_of(problem, tokens), range(some.start, some.stop), indices, topk_length, q_positions,
+            samples=samples,
+        )  # fmt: skip
+        yield Gather(tokens, *made[:3], positions, always, -1, (0, 1, 0), first)
+
+
+class _Sorter:
+    """Sorts the terms of the coming step by row of dkv, on a second stream, while the present step runs.
+
+    `order` and `starts` are two steps' worth, made on the current stream, which reads what the second has written.
+    """
+
+    def __init__(self, problem: Problem, number: Callable[..., Any], parts: Parts, ctas: int, device: torch.device):
+        self.problem, self.number, self.parts = problem, number, parts
+        self.rows = problem.B * problem.S_kv * problem.G
+        self.bounds = torch.arange(parts.sorted * (self.rows + 1), dtype=torch.int32, device=device)
+        most = parts.sorted * ctas * parts.slots
+        self.order = [torch.empty(most, dtype=torch.int64, device=device) for _ in range(2)]
+        self.starts = [torch.empty_like(self.bounds) for _ in range(2)]
+        self.beside = _Beside(device)
+
+    def start(self, step: int, gather: Gather, first: int, count: int) -> torch.cuda.Event | None:
+        """Number the rows of some parts' terms and sort them, once the current stream is where it is now."""
+        read, slots = self.beside.done(), self.parts.slots
+        B, L, G, _ = gather.slots.shape
+        size = count * B * L * G * _tiles(self.problem) * slots
+        with self.beside.running():
+            self.beside.wait(read)
+            row_of = torch.empty(size, dtype=torch.int32, device=gather.slots.device)
+            self.number(
+                gather.slots, gather.lengths, gather.positions, row_of, self.problem.S_kv, gather.tile_0,
+                _tiles(self.problem), first * slots, slots, *gather.flags,
             )  # fmt: skip
-            written = beside.done()
-            with beside.running():
-                beside.wait(written)
-                where = (part - first) * (rows + 1), (part - first) * size
-                add(terms[buffer], order, starts, dkv.view(rows, D), *where, units if last else SUM_CTAS)
-                added[buffer] = beside.done()
-            buffer = 1 - buffer
-    for event in added:
-        beside.wait(event)
+            in_order = torch.empty_like(row_of)
+            torch.sort(row_of, stable=True, out=(in_order, self.order[step % 2][:size]))
+            torch.searchsorted(in_order, self.bounds, out_int32=True, out=self.starts[step % 2])
+            return self.beside.done()
+
+
+def _in_order(
+    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
+    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None,
+    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
+    device, D, tokens = q.device, problem.D, config.tokens_per_tile or group_size(problem)
+    if lists is not None and len(lists) == 4:
+        # Made only where the device found that they pay; a deterministic call always groups.
+        lists = None
+    parts = parts_of(problem, tokens, env.multiprocessors(device))
+    ctas = problem.B * parts.tiles * problem.G * _tiles(problem)
+    terms = torch.empty((ctas * parts.slots, D), dtype=torch.float32, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if parts.parts > 1:
+        sums = torch.empty(ctas * ROWS * D, dtype=torch.float32, device=device)
+    backward, number, add = _ordered_kernels(problem, tokens)
+    sorter = _Sorter(problem, number, parts, ctas, device)
+    steps = (
+        (gather, first, min(parts.sorted, parts.parts - first))
+        for gather in _gathers_in_order(problem, tokens, parts.tiles, indices, topk_length, q_positions, lists)
+        for first in range(0, parts.parts, parts.sorted)
+    )
+    coming = next(steps)
+    in_order = sorter.start(0, *coming)
+    for step in itertools.count():
+        (gather, first, count), mine = coming, in_order
+        following = next(steps, None)
+        if following is not None:
+            coming, in_order = following, sorter.start(step + 1, *following)
+        for part in range(first, first + count):
+            taken = slice(part * parts.slots, (part + 1) * parts.slots)
+            slots, bits = gather.slots[..., taken], gather.bits[..., taken]
+            backward(
+                q, kv, dout, slots, bits, *gather.tensors[2:], stats, dq, terms.view(-1), sums,
+                *scales, problem.heads_per_group, _tiles(problem), -1, gather.tile_0, taken.start, parts.slots,
+                int(part == 0), int(part == parts.parts - 1), *gather.flags,
+            )  # fmt: skip
+            sorter.beside.wait(mine)
+            of_part = slots.shape[0] * slots.shape[1] * slots.shape[2] * _tiles(problem) * parts.slots
+            add(
+                terms, sorter.order[step % 2], sorter.starts[step % 2], dkv.view(-1, D),
+                (part - first) * (sorter.rows + 1), (part - first) * of_part,
+            )  # fmt: skip
+        if following is None:
+            return
 
 
 def bwd(
@@ -451,9 +505,9 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
-    Deterministic: tokens one by one, whatever groups are wished or planned. The terms of dkv pass through at most
-    `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tokens, head tiles and slots; beside
-    that 8 bytes per row of kv and part of a list.
+    Deterministic: token groups fill a tile unless the config or a plan has other ones. The terms of dkv pass through at
+    most `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tiles, head tiles and slots;
+    beside that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
@@ -466,13 +520,13 @@ def bwd(
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     scales = (scale_log2, float(sm_scale))
     if deterministic:
-        _in_order(problem, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions)
+        _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
     else:
         nothing = _scalar(device, 0.0, torch.float32)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
             build.kernel("backward", gather.plan(problem))(
                 q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
-                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 1, 1,
+                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
                 *gather.flags,
             )  # fmt: skip
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))

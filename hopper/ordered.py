@@ -7,7 +7,8 @@ sorts that stably, and `ordered_sums` adds to every row its terms one after the 
     sums[r] += terms[order[starts[r]]] + ... + terms[order[starts[r + 1] - 1]]      left to right, in fp32
 
 One warp a row at a time; a row without terms is neither read nor written. No atomic operation, so nothing depends on
-schedules. The sums of a part run beside the main kernel of the next, on multiprocessors that are left free for them.
+schedules. On an H200 (4096 x 8192, D 576, K 2048) sums beside the main kernel of the next part, on 24 or 32
+multiprocessors of their own, took longer than one after the other (21.0 and 20.1 against 19.4 ms in a graph).
 """
 
 import tilelang.language as T
@@ -20,8 +21,8 @@ SUM_THREADS = 512  # 16 warps, whose registers fill a multiprocessor
 
 SUM = r"""
 namespace sparse_mla {
-// For every row of this warp: adds terms[order[i] - base], i from starts[row] to starts[row + 1], to the row's D fp32.
-// Lane l has columns 4 l to 4 l + 3 of each 128.
+// A row a warp: adds terms[order[i] - base], i from starts[row] to starts[row + 1], to the row's D fp32. Lane l has
+// columns 4 l to 4 l + 3 of each 128.
 template <int D>
 __device__ __forceinline__ void sum_terms(const void *term_rows, const void *term_order, const void *term_starts,
                                           long long base, void *sum_rows, long long rows) {
@@ -29,9 +30,11 @@ __device__ __forceinline__ void sum_terms(const void *term_rows, const void *ter
   const float *terms = static_cast<const float *>(term_rows);
   const long long *order = static_cast<const long long *>(term_order);
   const int *starts = static_cast<const int *>(term_starts);
-  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const long long step = static_cast<long long>(gridDim.x) * warps;
-  long long row = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const long long row = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int first = starts[row], end = starts[row + 1];
+  if (first >= end) return;
   int column[Parts];
 #pragma unroll
   for (int j = 0; j < Parts; ++j) {
@@ -39,78 +42,61 @@ __device__ __forceinline__ void sum_terms(const void *term_rows, const void *ter
     column[j] = 128 * j + 4 * lane;
     if (column[j] >= D) column[j] -= 128;
   }
-  int first = 0, end = 0;
-  if (row < rows) {
-    first = starts[row];
-    end = starts[row + 1];
-  }
-  for (; row < rows; row += step) {
-    int next_first = 0, next_end = 0;
-    if (row + step < rows) {
-      next_first = starts[row + step];
-      next_end = starts[row + step + 1];
-    }
-    if (first < end) {
-      float *sums = static_cast<float *>(sum_rows) + row * D;
-      float4 sum[Parts];
+  float *sums = static_cast<float *>(sum_rows) + row * D;
+  float4 sum[Parts];
 #pragma unroll
-      for (int j = 0; j < Parts; ++j) sum[j] = *reinterpret_cast<const float4 *>(sums + column[j]);
-      for (int chunk = first; chunk < end; chunk += 32) {
-        const int mine = static_cast<int>(order[min(chunk + lane, end - 1)] - base), count = min(32, end - chunk);
-        for (int i = 0; i < count; i += Ahead) {
-          float4 term[Ahead][Parts];
+  for (int j = 0; j < Parts; ++j) sum[j] = *reinterpret_cast<const float4 *>(sums + column[j]);
+  for (int chunk = first; chunk < end; chunk += 32) {
+    const int mine = static_cast<int>(order[min(chunk + lane, end - 1)] - base), count = min(32, end - chunk);
+    for (int i = 0; i < count; i += Ahead) {
+      float4 term[Ahead][Parts];
 #pragma unroll
-          for (int u = 0; u < Ahead; ++u) {
-            const float *from = terms + static_cast<long long>(__shfl_sync(~0u, mine, i + u)) * D;
+      for (int u = 0; u < Ahead; ++u) {
+        const float *from = terms + static_cast<long long>(__shfl_sync(~0u, mine, i + u)) * D;
 #pragma unroll
-            for (int j = 0; j < Parts; ++j) term[u][j] = *reinterpret_cast<const float4 *>(from + column[j]);
-          }
-#pragma unroll
-          for (int u = 0; u < Ahead; ++u) {
-            // Adding -0 changes nothing. No branch, into which loads would be moved.
-            const bool real = i + u < count;
-#pragma unroll
-            for (int j = 0; j < Parts; ++j) {
-              sum[j].x += real ? term[u][j].x : -0.f;
-              sum[j].y += real ? term[u][j].y : -0.f;
-              sum[j].z += real ? term[u][j].z : -0.f;
-              sum[j].w += real ? term[u][j].w : -0.f;
-            }
-          }
-        }
+        for (int j = 0; j < Parts; ++j) term[u][j] = *reinterpret_cast<const float4 *>(from + column[j]);
       }
 #pragma unroll
-      for (int j = 0; j < Parts; ++j)
-        if (128 * j + 4 * lane < D) *reinterpret_cast<float4 *>(sums + column[j]) = sum[j];
+      for (int u = 0; u < Ahead; ++u) {
+        // Adding -0 changes nothing. No branch, into which loads would be moved.
+        const bool real = i + u < count;
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) {
+          sum[j].x += real ? term[u][j].x : -0.f;
+          sum[j].y += real ? term[u][j].y : -0.f;
+          sum[j].z += real ? term[u][j].z : -0.f;
+          sum[j].w += real ? term[u][j].w : -0.f;
+        }
+      }
     }
-    first = next_first;
-    end = next_end;
   }
+#pragma unroll
+  for (int j = 0; j < Parts; ++j)
+    if (128 * j + 4 * lane < D) *reinterpret_cast<float4 *>(sums + column[j]) = sum[j];
 }
 }  // namespace sparse_mla
 """
 
 
 def build_term_rows(plan: TermPlan) -> PrimFunc:
-    """`Rows [parts, B, L, G, tiles, W]`, flat: `p (rows + 1) + row` of the terms of part p, L tokens from `token_0`.
+    """`Rows [parts, B, L, G, tiles, W]`, flat: `p (rows + 1) + row` of the terms of part p, L tiles from `tile_0`.
 
     Rows of dkv are numbered `(b S_kv + index) G + g`; `rows`, their number, stands for an invalid slot. Part p has the
     slots from `slot_0 + p W` on.
     """
     i32, i64, idx_t = "int32", "int64", plan.index_dtype
-    B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
+    B, S, L, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "N"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
-    tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
+    tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.prim_func
     def sparse_mla_term_rows(
-        Indices: T.StridedTensor((B, S, G, K), (ib, is_, ig, ik), idx_t),
-        TopkLength: T.StridedTensor((B, S), (tb, ts), i32),
+        Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
+        Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), i32),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Rows: T.Tensor((N,), i32),
         S_kv: T.int64,
-        token_0: T.int32,
-        tokens: T.int32,
+        tile_0: T.int32,
         tiles: T.int32,
         slot_0: T.int32,
         slots: T.int32,
@@ -126,6 +112,7 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                 slot = T.alloc_var(i32)
                 part = T.alloc_var(i32)
                 g = T.alloc_var(i64)
+                ti = T.alloc_var(i64)
                 t = T.alloc_var(i64)
                 b = T.alloc_var(i64)
                 length = T.alloc_var(i32)
@@ -135,24 +122,24 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                 rest = T.truncdiv(T.truncdiv(at, slots), tiles)
                 g = T.cast(T.truncmod(rest, T.cast(G, i32)), i64)
                 rest = T.truncdiv(rest, T.cast(G, i32))
-                t = T.cast(token_0 + T.truncmod(rest, tokens), i64)
-                rest = T.truncdiv(rest, tokens)
+                ti = T.cast(T.truncmod(rest, T.cast(L, i32)), i64)
+                rest = T.truncdiv(rest, T.cast(L, i32))
                 b = T.cast(T.truncmod(rest, T.cast(B, i32)), i64)
                 part = T.truncdiv(rest, T.cast(B, i32))
                 slot = slot_0 + part * slots + slot
-                length = 0
+                length = T.cast(K, i32)
                 limit = S_kv
-                if t < S:
-                    length = T.cast(K, i32)
-                    if has_length != 0:
-                        length = T.min(TopkLength[b, t], T.cast(K, i32))
-                    if causal != 0:
-                        limit = T.min(S_kv, t + S_kv - S + 1)
-                        if has_positions != 0:
-                            limit = T.min(S_kv, QPositions[b, t] + 1)
+                if has_length != 0:
+                    length = T.min(Lengths[b, ti, g], T.cast(K, i32))
+                if causal != 0:
+                    # Lists of tiles of several tokens hold valid slots only: tiles are tokens here.
+                    t = tile_0 + ti
+                    limit = T.min(S_kv, t + S_kv - S + 1)
+                    if has_positions != 0:
+                        limit = T.min(S_kv, QPositions[b, t] + 1)
                 row = -1
                 if slot < length:
-                    row = T.cast(Indices[b, t, g, slot], i64)
+                    row = T.cast(Indices[b, ti, g, slot], i64)
                 row = T.if_then_else((row >= 0) & (row < limit), (b * S_kv + row) * G + g, B * S_kv * G)
                 Rows[at] = T.cast(part * (B * S_kv * G + 1) + row, i32)
 
@@ -160,7 +147,7 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
 
 
 def build_sums(plan: SumPlan) -> PrimFunc:
-    """Adds the terms of a part to `Sums [rows, D]` with so many `ctas`.
+    """Adds the terms of a part to `Sums [rows, D]`.
 
     `Starts` from `start` on is that of the part, whose positions in `Order` begin at `base`.
     """
@@ -176,9 +163,8 @@ def build_sums(plan: SumPlan) -> PrimFunc:
         Sums: T.Tensor((rows, D), "float32"),
         start: T.int64,
         base: T.int64,
-        ctas: T.int32,
     ):
-        with T.Kernel(ctas, threads=SUM_THREADS):
+        with T.Kernel(T.cast(T.ceildiv(rows, SUM_THREADS // 32), i32), threads=SUM_THREADS):
             T.import_source(SUM)
             T.call_extern(
                 "handle", f"sparse_mla::sum_terms<{D}>", T.access_ptr(Terms[0, 0], "r", 1),

@@ -70,16 +70,16 @@ def build(plan: Plan) -> PrimFunc:
                 if lane == 0:
                     lse = T.alloc_var(fp32)
                     gap = T.alloc_var(fp32)
-                    root = T.alloc_var(fp32)
-                    larger = T.alloc_var(fp32)
-                    smaller = T.alloc_var(fp32)
+                    up = T.alloc_var(fp32)
+                    down = T.alloc_var(fp32)
+                    share = T.alloc_var(fp32)
                     lse = Lse[b, t, h]
                     gap = lse - Sink[h]
-                    # sigmoid(+-gap) from the root of a power that is never above 1: the power itself may lie below
-                    # fp32's normal range, where it is flushed to 0, while its product with Delta does not.
-                    root = T.exp2(-T.abs(gap) * T.float32(0.5 * LOG2_E))
-                    larger = 1.0 / (1.0 + root * root)
-                    smaller = root * larger
+                    # sigmoid(+-gap) from the roots of exp(min(+-gap, 0)), of which one is 1: the power itself may lie
+                    # below fp32's normal range, where it is flushed to 0, while its product with Delta does not.
+                    up = T.exp2(T.min(gap, 0.0) * T.float32(0.5 * LOG2_E))
+                    down = T.exp2(T.max(gap, 0.0) * T.float32(-0.5 * LOG2_E))
+                    share = 1.0 / (1.0 + up * down * (up * down))
                     if lse == -T.infinity(fp32):
                         Stats[0, b, t, h] = T.infinity(fp32)
                         Stats[1, b, t, h] = 0.0
@@ -87,13 +87,8 @@ def build(plan: Plan) -> PrimFunc:
                         Stats[3, b, t, h] = 0.0
                     else:
                         Stats[0, b, t, h] = lse * LOG2_E
-                        if gap >= 0:
-                            Stats[1, b, t, h] = larger
-                            Stats[2, b, t, h] = dLse[b, t, h] - larger * delta
-                            Stats[3, b, t, h] = product(smaller * delta, root)
-                        else:
-                            Stats[1, b, t, h] = smaller * root
-                            Stats[2, b, t, h] = dLse[b, t, h] - smaller * delta * root
-                            Stats[3, b, t, h] = product(larger, delta)
+                        Stats[1, b, t, h] = share * up * up
+                        Stats[2, b, t, h] = dLse[b, t, h] - share * up * delta * up
+                        Stats[3, b, t, h] = product(share * down * delta, down)
 
     return sparse_mla_bwd_preprocess

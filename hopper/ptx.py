@@ -202,11 +202,11 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
   }
 }
 // w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
-// number wherever the result is not 0.
+// number wherever the result is not 0: one of the two roots is 1, the other that of a power below 1.
 __device__ __forceinline__ float weight_over(float sum, float gap) {
-  const float root = exp2f(fabsf(gap) * -0.72134752f);  // exp(-|gap| / 2)
-  const float larger = 1.f / (sum * (1.f + root * root));
-  return gap < 0.f ? product(larger * root, root) : larger;
+  const float up = exp2f(fminf(gap, 0.f) * 0.72134752f), down = exp2f(fmaxf(gap, 0.f) * -0.72134752f);  // exp(x / 2)
+  const float root = up * down;
+  return product(up / (sum * (1.f + root * root)), up);
 }
 __device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
   float *o = static_cast<float *>(accumulator);

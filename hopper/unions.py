@@ -2,8 +2,8 @@
 
 `indices [B, S, G, K]` -> `rows`, `bits [B, L, G, C]`, of which the first `lengths [B, L, G]` count, with
 `L = ceil(S / tokens)` and `C = tokens K`. A slot is a row of kv and who selected it, bit t for token t of the tile:
-distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, in no fixed
-order. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
+distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, by row and
+token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
 The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, and one scan writes
 the slots. Bits that were set already are the repeats; they are put down at the end of the list's room and moved up
@@ -205,6 +205,26 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
     if (moved && Tokens > 1) bits[to] = bit;
     __syncthreads();
   }
+  // Sorted by row and bit, so that nothing depends on the order in which warps came: a bitonic network all of whose
+  // comparisons put the smaller key first, as if keys above all others filled it up to a power of two.
+  int *row_of = rows + total, *bits_of = bits + total;
+  for (int width = 2; width < 2 * extra; width *= 2)
+    for (int span = width; span > 1; span /= 2) {
+      for (int i = thread; i < extra; i += Threads) {
+        const int other = span == width ? i ^ (width - 1) : i ^ (span / 2);
+        if (other <= i || other >= extra) continue;
+        const int row = row_of[i], other_row = row_of[other];
+        const int bit = Tokens > 1 ? bits_of[i] : 0, other_bit = Tokens > 1 ? bits_of[other] : 0;
+        if (row < other_row || (row == other_row && bit <= other_bit)) continue;
+        row_of[i] = other_row;
+        row_of[other] = row;
+        if (Tokens > 1) {
+          bits_of[i] = other_bit;
+          bits_of[other] = bit;
+        }
+      }
+      __syncthreads();
+    }
   if (thread == 0) *static_cast<int *>(length_out) = total + extra;
 }
 }  // namespace sparse_mla

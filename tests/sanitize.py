@@ -40,7 +40,7 @@ TOOLS = {
 }
 # A report with the stack of a Python process takes longer than the kernel.
 BRIEF = ("--print-limit", "20", "--show-backtrace", "no")
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 
 SMALL = Case(S=2, S_kv=150, H=16, K=130)
 CASES: dict[Case, int | None] = {  # tokens a tile

@@ -42,7 +42,7 @@ def forms(case: Case, tokens_per_tile: int | None) -> Iterator[tuple[str, list[s
         )
         # Where the device may decide, a deterministic call has no groups.
         made = () if deterministic and tokens_per_tile is None else lists
-        runs.append((("sm100 row values", *made, BACKWARD, "sm100 ordered sum"), reports))
+        runs.append((("sm100 row values", *made, BACKWARD, *(["sm100 ordered sum"] * deterministic)), reports))
     for names, reports in runs:
         # One kernel of two that are launched leaves at once: the same forms.
         for name, report in zip(names, reports, strict=False):

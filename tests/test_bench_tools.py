@@ -132,6 +132,7 @@ def test_gaps_are_told_beyond_the_kernels() -> None:
         {"pass": "bwd", "impl": "ours", "kernels": 4, "kernels_ms": 8.0, "replay_ms": 8.01, "queued_ms": 8.02,
          "idle_ms": 8.1, "host_ms": 0.2},
     )  # fmt: skip
+    assert gaps.busy([(3, 5), (0, 2), (1, 2.5), (4, 4.5)]) == 4.5
     assert "4 kernels 8 ms; replay +10 us, queued +20 us, idle +100 us; host 200 us" in text
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 import cute_sparse_mla
 from bench.cases import Case
+from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.errors import UnsupportedError
 from cute_sparse_mla.precision import Inputs, Judge, run
 from cute_sparse_mla.problem import Problem
@@ -28,6 +31,8 @@ EVERYTHING = Case(
     index_dtype=torch.int64, sink="random", dlse=True,
 )  # fmt: skip
 TWO_TILES = Case(S=2, S_kv=30, H=72, D=512, K=70, positions="random", invalid="shuffled", packed=True)
+GROUPED = Case(S=3, S_kv=50, H=20, K=40, causal=True, length="random", duplicates=True, sink="random", dlse=True)
+CALLS = ((EVERYTHING, 1), (TWO_TILES, 1), (GROUPED, 2))
 
 
 def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor | None = None, **how: object) -> tuple[Tensor, ...]:
@@ -35,30 +40,31 @@ def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor | None = None, **h
     return cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, backend="sm90", **given)
 
 
-def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tokens: int) -> None:
-    """Room for one block of slots of so many tokens at a time."""
+def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tiles: int, tokens: int) -> None:
+    """Room for one block of slots of so many tiles at a time."""
     from cute_sparse_mla.hopper import launch
 
-    ctas = case.B * case.G * -(-case.H // case.G // 64) * tokens
-    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SUM_CTAS)
-    room = 64 * (8 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
-    monkeypatch.setattr(launch, "WORKSPACE", ctas * room)
+    ctas = case.B * case.G * -(-case.H // case.G // 64) * tiles
+    monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SORT_UNITS)
+    room = 64 * (4 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
+    lists = 16 * 64 * -(-tokens * case.K // 64) if tokens > 1 else 0
+    monkeypatch.setattr(launch, "WORKSPACE", ctas * (room + lists))
 
 
 @simulated
-@pytest.mark.parametrize("case", (EVERYTHING, TWO_TILES), ids=("everything", "two_tiles"))
-def test_contract(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "tokens"), CALLS, ids=("everything", "two_tiles", "grouped"))
+def test_contract(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the precision clause and without a race, in several groups of tokens and parts of their lists."""
     observer = Races()
     with project_hopper.simulated(observer=observer) as recorder:
-        small_workspace(monkeypatch, case, 1)
-        judge_gradients(case.inputs(seed=3), backward)
+        small_workspace(monkeypatch, case, 1, tokens)
+        judge_gradients(case.inputs(seed=3), partial(backward, config=SparseAttentionConfig(tokens_per_tile=tokens)))
     assert not observer.races, observer.races[0].text
     assert not [finding for report in recorder.reports for finding in report.findings]
     used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
     assert not used - set(coverage.witnesses())
     parts = [entry.kernel for entry in recorder.launches].count("sparse_mla_ordered_sums_kernel")
-    assert parts == case.S * -(-case.K // 64)
+    assert parts == -(-case.S // tokens) * -(-case.K * tokens // 64)
 
 
 @simulated
@@ -85,25 +91,29 @@ SIZES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("tokens", (1, 8))
 @pytest.mark.parametrize("changes", SIZES, ids=str)
-def test_workspace_is_bounded_at_any_length(changes: dict[str, int]) -> None:
+def test_workspace_is_bounded_at_any_length(changes: dict[str, int], tokens: int) -> None:
     """What is held beside fp32 dkv, per-row values and the bounds of the sorted rows."""
     from cute_sparse_mla.hopper import launch
 
     sizes = layer(**changes)
-    parts = launch.parts_of(sizes, 132)
-    ctas = sizes.B * sizes.G * parts.tokens * launch._tiles(sizes)
-    assert parts.slots % 64 == 0 and parts.parts * parts.slots >= sizes.K and 1 <= parts.sorted <= parts.parts
-    terms = 2 * ctas * parts.slots * sizes.D * 4
+    parts = launch.parts_of(sizes, tokens, 132)
+    ctas = sizes.B * sizes.G * parts.tiles * launch._tiles(sizes)
+    assert parts.slots % 64 == 0 and parts.parts * parts.slots >= tokens * sizes.K and 1 <= parts.sorted <= parts.parts
+    terms = ctas * parts.slots * sizes.D * 4
     sums = ctas * 64 * sizes.D * 4 if parts.parts > 1 else 0
-    assert terms + sums + ctas * parts.slots * parts.sorted * launch.TERM_SORT_BYTES <= launch.WORKSPACE < 256e6
+    lists = 16 * ctas * tokens * sizes.K if tokens > 1 else 0
+    assert terms + sums + lists + ctas * parts.slots * parts.sorted * launch.TERM_SORT_BYTES <= launch.WORKSPACE < 256e6
 
 
 def test_batches_beyond_the_workspace_are_refused() -> None:
     from cute_sparse_mla.hopper import launch
 
-    with pytest.raises(UnsupportedError, match=r"takes up to 564 .* not 5000; pass fewer batch entries"):
-        launch.parts_of(layer(B=5000, S=1), 132)
+    with pytest.raises(
+        UnsupportedError, match=r"takes up to 841 .* with 2048 slots at D = 576, not 5000; pass fewer batch entries"
+    ):
+        launch.parts_of(layer(B=5000, S=1), 1, 132)
 
 
 # -- on a Hopper GPU -----------------------------------------------------------------------------------------------
@@ -121,7 +131,7 @@ ON_GPU = (
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{case.S}x{case.S_kv}_{case.H}_{case.D}")
 def test_contract_on_a_gpu(case: Case, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
-        small_workspace(monkeypatch, case, 4)
+        small_workspace(monkeypatch, case, 4, max(1, 64 // (case.H // case.G)))
     judge = Judge(case.inputs(seed=3, device="cuda"))
     checks = judge.checks(run(judge.inputs, cute_sparse_mla.fwd, cute_sparse_mla.bwd, deterministic=True))
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
@@ -130,14 +140,15 @@ def test_contract_on_a_gpu(case: Case, small: bool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.sm90
 @pytest.mark.parametrize("heads", (8, 64))
 def test_a_hundred_times_on_a_gpu(heads: int) -> None:
-    """Bitwise equal, the default's dkv not; dq is the default's."""
+    """Bitwise equal, grouped and not, the default's dkv not; dq is the default's."""
     case = Case(S=500, S_kv=600, H=heads, K=512, sink="random", causal=True, duplicates=True)
     i = case.inputs(device="cuda")
     out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **i.options)
-    single = dict(dkv_dtype=torch.float32, config=cute_sparse_mla.SparseAttentionConfig(tokens_per_tile=1))
-    first = backward(i, out, lse, **single)
-    for _ in range(99):
-        assert all(torch.equal(a, b) for a, b in zip(first, backward(i, out, lse, **single), strict=True))
+    single = dict(dkv_dtype=torch.float32, config=SparseAttentionConfig(tokens_per_tile=1))
+    for given in ({}, single):
+        first = backward(i, out, lse, **given)
+        for _ in range(99):
+            assert all(torch.equal(a, b) for a, b in zip(first, backward(i, out, lse, **given), strict=True))
     plain = [backward(i, out, lse, **single, deterministic=False) for _ in range(5)]
     assert torch.equal(plain[0][0], first[0]) and torch.equal(plain[0][2], first[2])
     assert any(not torch.equal(plain[0][1], other[1]) for other in plain[1:])
