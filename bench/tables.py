@@ -384,6 +384,22 @@ def predicted_backward(r: Results) -> str:
     return _predicted(r, BWD)
 
 
+def predicted_groups(r: Results) -> str:
+    """Predicted token groups that fill tiles of 64 rows."""
+    lines = []
+    for row in read_jsonl(RESULTS / "sm100_predicted_groups.jsonl"):
+        if row["rows_of_a_tile"] != 64 or row["heads"] * row["tokens_per_tile"] != 64:
+            continue
+        cells = [NAMES[row["layer"]], *(str(row[key]) for key in ("heads", "tokens_per_tile")), number(row["implied"])]
+        for which in ("forward", "backward"):
+            found = row[which]
+            cells += [f"{found['single_ms']:.3f}", f"{found['grouped_ms']:.3f} ({found['gain']:.2f})"]
+        lines.append(cells)
+    head = ("layer", "heads", "tokens a tile", "gain that the union implies", "forward alone", "grouped",
+            "backward alone", "grouped")  # fmt: skip
+    return markdown(head, lines)
+
+
 def measured_in(r: Results) -> str:
     """What the figures were measured with, and how long it took."""
     parts = [row for row in r.measured if "seconds" in row]
@@ -398,5 +414,6 @@ def measured_in(r: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
     "other-forms": other_forms, "peers": peers, "predicted-forward": predicted_forward,
-    "predicted-backward": predicted_backward, "measured-in": measured_in,
+    "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
+    "measured-in": measured_in,
 }  # fmt: skip
