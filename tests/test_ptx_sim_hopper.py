@@ -16,7 +16,8 @@ if REASON is None:
     # The stand-in driver must be loaded before any test imports tilelang.
     project_hopper.capture_tilelang.prepare()
 
-# Made by PTX_SIM_DUMP=DIR pytest tests/test_ptx_sim_hopper.py, then python -m tests.ptx_sim coverage DIR.
+# Made by PTX_SIM_DUMP=DIR pytest tests/test_ptx_sim_hopper.py tests/test_hopper_groups.py
+# tests/test_hopper_deterministic.py, then python -m tests.ptx_sim coverage DIR.
 LIST = Path(__file__).parent / "ptx_sim" / "coverage_hopper.md"
 # P, dS and the outputs are rounded to bf16 once each.
 BF16_ERROR = 4e-3
