@@ -225,11 +225,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     ctx.set_materialize_grads(False)
 
 
-def readable_gradient(dout: Tensor | None, out: Tensor) -> Tensor:
-    """The gradient of `out` as autograd hands it over, in a layout that `bwd` reads: zeros for `None`."""
+def readable_gradient(dout: Tensor | None, out: Tensor, backend: str) -> Tensor:
+    """The gradient of `out` as autograd hands it over, laid out as this backend's `bwd` reads it; zeros for `None`."""
     if dout is None:
         return torch.zeros_like(out)
-    if validation.rows_readable(dout):
+    if validation.rows_readable(dout) and (dout.is_contiguous() or not dispatch.reads_dense(backend)):
         return dout
     # Autograd hands over expanded or strided gradients (out.sum() does); only this tensor is ever made dense.
     # A clone: `contiguous()` hands back a contiguous tensor that starts on an odd address.
@@ -239,7 +239,7 @@ def readable_gradient(dout: Tensor | None, out: Tensor) -> Tensor:
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, kv, indices, q_positions, topk_length, attn_sink, traced_scale, out, lse, *lists = ctx.saved_tensors
     dq, dkv, d_sink = bwd_op(
-        q, kv, out, readable_gradient(dout, out), indices, lse, dlse, q_positions, topk_length, attn_sink,
+        q, kv, out, readable_gradient(dout, out, ctx.backend), indices, lse, dlse, q_positions, topk_length, attn_sink,
         ctx.sm_scale, traced_scale, ctx.causal, torch.are_deterministic_algorithms_enabled(), None, ctx.config,
         ctx.backend, *lists,
     )  # fmt: skip

@@ -22,9 +22,19 @@ from torch import Tensor
 
 from . import api, autograd, validation
 from .config import SparseAttentionConfig
-from .errors import ArgumentValueError
+from .errors import ArgumentTypeError, ArgumentValueError
 
 LOG2_E = math.log2(math.e)
+
+
+def _like(name: str, tensor: Tensor, like: Tensor, *dtypes: torch.dtype) -> None:
+    """Refuse a tensor of another shape or device than `like`, or of none of these dtypes."""
+    if tensor.shape != like.shape:
+        raise ArgumentValueError(name, f"shape must be {list(like.shape)}", list(tensor.shape))
+    if tensor.dtype not in dtypes:
+        raise ArgumentTypeError(name, f"must be {' or '.join(map(str, dtypes))}", tensor.dtype)
+    if tensor.device != like.device:
+        raise ArgumentValueError(name, f"must be on {like.device}", tensor.device)
 
 
 def _only(argument: str, value: Any, allowed: Any, why: str) -> None:
@@ -38,7 +48,8 @@ def _only(argument: str, value: Any, allowed: Any, why: str) -> None:
 
 def flash_mla_sparse_fwd(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None, *, backend: str | None = None, config: SparseAttentionConfig | None = None,
+    topk_length: Tensor | None = None, indexer_topk: int = 0, *, backend: str | None = None,
+    config: SparseAttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FlashMLA's sparse prefill: `(out, max_logits, lse)`. Not differentiable, as there.
 
@@ -49,6 +60,7 @@ def flash_mla_sparse_fwd(
     Args:
         q: `[s_q, h_q, D]`, kv: `[s_kv, h_kv, D]`, indices: `[s_q, h_kv, topk]`; attn_sink: `[h_q]` fp32, in the units
             of `max_logits`; topk_length: `[s_q]` int32.
+        indexer_topk: must be 0 (newer versions return a second lse over the first slots of a row for another).
 
     Returns:
         out `[s_q, h_q, d_v]` as q, max_logits and lse `[s_q, h_q]` fp32. The kernels do not give `max_logits`: it costs
@@ -57,6 +69,7 @@ def flash_mla_sparse_fwd(
 
     Raises: as `fwd`.
     """
+    _only("indexer_topk", indexer_topk, 0, "the second lse is not made; fwd with indices[..., :n] gives it")
     out, lse = api.fwd(
         q, kv, indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, backend=backend,
         config=config,
@@ -71,7 +84,8 @@ def flash_mla_sparse_fwd(
 
 def sparse_attention(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int | None = None, attn_sink: Tensor | None = None,
-    config: SparseAttentionConfig | None = None, *, forward_backend: str | None = None, backend: str | None = None,
+    config: SparseAttentionConfig | str | None = None, *, forward_backend: str | None = None,
+    backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The sparse attention of miles: `out`, differentiable in `q`, `kv` and `attn_sink`.
 
@@ -82,7 +96,8 @@ def sparse_attention(
 
     Args:
         q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, indices: `[B, S, G, topk]`, attn_sink: `[H]` fp32 or `None`.
-        forward_backend: which forward miles takes, without effect here; `config.fwd_backend` is ours.
+        forward_backend: which forward miles takes, without effect here; `config.fwd_backend` is ours. Where a version
+            of miles has it in the place of `config`, a str is taken for it.
 
     Returns: out `[B, S, H, d_v]` as q.
 
@@ -90,8 +105,8 @@ def sparse_attention(
     """
     validation.tensors(q=q)
     out = api.sparse_mla(
-        q, kv, indices, sm_scale=sm_scale, d_v=q.shape[-1] if d_v is None else d_v, attn_sink=attn_sink, config=config,
-        backend=backend,
+        q, kv, indices, sm_scale=sm_scale, d_v=q.shape[-1] if d_v is None else d_v, attn_sink=attn_sink,
+        config=None if isinstance(config, str) else config, backend=backend,
     )  # fmt: skip
     return cast(Tensor, out)
 
@@ -157,6 +172,10 @@ def sparse_mla_bwd(
     _only("is_casual", is_casual, True, "the example is always causal")
     _only("return_kernel", return_kernel, False, "there is no kernel object to return")
     validation.tensors(("delta",), o=o, do=do, lse=lse, delta=delta)
+    _like("do", do, o, o.dtype)
+    for name, values in (("lse", lse), ("delta", delta)):
+        if values is not None:
+            _like(name, values, o[..., 0], torch.float32)
     dlse = None if delta is None else (do.float() * o.float()).sum(-1) - delta
     dq, dkv, _ = api.bwd(
         q, kv, o, do, indices, lse / LOG2_E, dlse=dlse, sm_scale=sm_scale, causal=True, q_positions=_token_numbers(q),
@@ -208,9 +227,15 @@ def sparse_attention_backward_wrapper(
         raise ArgumentValueError("stream", rule, stream)
     if kv.dim() != 2:
         raise ArgumentValueError("kv", "must be [T_kv, D]", f"shape {list(kv.shape)}")
-    for name, given, like in (("dq", dq, q), ("dkv", dkv, kv)):
-        if given is not None and given.shape != like.shape:
-            raise ArgumentValueError(name, f"shape must be {list(like.shape)}", list(given.shape))
+    _like("lse", lse, q[..., 0], torch.float32)
+    for name, given, like, dtypes in (("dq", dq, q, ()), ("dkv", dkv, kv, (torch.float32,))):
+        if given is None:
+            continue
+        _like(name, given, like, like.dtype, *dtypes)
+        expanded = any(n > 1 and s == 0 for n, s in zip(given.shape, given.stride(), strict=True))
+        if expanded or (given.requires_grad and given.is_leaf):
+            rule = "must be writable: no expanded dimension, no leaf that requires a gradient"
+            raise ArgumentValueError(name, rule, f"strides {given.stride()}, requires_grad {given.requires_grad}")
     new_dq, new_dkv, d_sink = api.bwd(
         q, kv.unsqueeze(1), out, dout, topk_idxs, lse.masked_fill(lse == math.inf, -math.inf),
         deterministic=deterministic, dkv_dtype=None if dkv is None else dkv.dtype, sm_scale=softmax_scale,

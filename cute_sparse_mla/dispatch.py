@@ -7,6 +7,7 @@ A named backend is used or refused with the reason; it is never replaced by anot
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -132,17 +133,20 @@ def _choose_fastest(
 ) -> Choice:  # fmt: skip
     """The first of the measured ranking that is installed and takes the call; the device's own where none was measured
     or none does. A group size is a wish to the package's own kernels, and no reason against the others."""
-    own = choose(problem, device_type, capability, "", config, which)
+    own_name, *_ = _backend_of(device_type, capability, "")
+    own = functools.partial(choose, problem, device_type, capability, "", config, which)
     others = replace(config, tokens_per_tile=None)
-    candidates = fastest.ranking(own.backend, problem, which)
+    candidates = fastest.ranking(own_name, problem, which)
     if not candidates:
         missing = f"no {which} measured beside others at D {problem.D} and {problem.heads_per_group} heads"
-        return replace(own, reason=f"fastest: {missing}; {own.reason}")
+        choice = own()
+        return replace(choice, reason=f"fastest: {missing}; {choice.reason}")
     passed: list[str] = []
     for candidate in candidates:
         try:
-            choice = own
-            if candidate.backend != own.backend:
+            if candidate.backend == own_name:
+                choice = own()
+            else:
                 choice = choose(
                     problem, device_type, capability, candidate.backend, others, which, call=call,
                     deterministic=deterministic,
@@ -151,7 +155,13 @@ def _choose_fastest(
             passed.append(f"not {candidate.backend}: {error}")
             continue
         return replace(choice, reason="; ".join((f"fastest: {candidate.figure}", *passed)))
-    return replace(own, reason="; ".join(("fastest", *passed, own.reason)))
+    choice = own()
+    return replace(choice, reason="; ".join(("fastest", *passed, choice.reason)))
+
+
+def reads_dense(backend: str) -> bool:
+    """Whether a backward that is asked for by this name may need a dense `dout`, as the external ones do."""
+    return backend == FASTEST or _is_external(backend)
 
 
 def require_backward(backend: str) -> None:

@@ -18,7 +18,8 @@ class ArgumentError(SparseMLAError):
     """
 
     def __init__(self, argument: str, rule: str, got: object) -> None:
-        super().__init__(f"{argument}: {rule}; got {got}")
+        # Not through super().__init__, which torch.compile cannot trace: the text would be lost there.
+        self.args = (f"{argument}: {rule}; got {got}",)
         self.argument, self.rule, self.got = argument, rule, str(got)
 
     def __reduce__(self) -> tuple:

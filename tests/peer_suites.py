@@ -113,7 +113,14 @@ def importable(folder: Path, modules: Iterable[ModuleType]) -> Iterator[None]:
             # What is really there stays.
             if parent not in sys.modules:
                 by_name.setdefault(parent, module(parent, __path__=[]))
-    before = {name: sys.modules.get(name) for name in by_name}
+    # Parts of a real package that somebody imported before: they are not the stand-in's.
+    hidden = {
+        name: found for name, found in sys.modules.items()
+        if name not in by_name and any(name.startswith(f"{made}.") for made in by_name)
+    }  # fmt: skip
+    before = {name: sys.modules.get(name) for name in by_name} | hidden
+    for name in hidden:
+        del sys.modules[name]
     sys.modules.update(by_name)
     sys.path.insert(0, str(folder))
     try:
@@ -357,7 +364,12 @@ def main() -> int:
     args = parser.parse_args()
     device = args.device or arguments.default_device()
     failed = False
-    for suite in args.only:
+    absent = [suite for suite in args.only if not (args.peer_path / suite).is_dir()]
+    if absent and args.only != tuple(SUITES):
+        parser.error(f"{args.peer_path} has no folder {', '.join(absent)}")
+    for suite in absent:
+        print(f"{suite}: no folder of that name in {args.peer_path}, not run", flush=True)
+    for suite in (s for s in args.only if s not in absent):
         start = time.perf_counter()
         with standing_in(device):
             for part, outcomes in SUITES[suite](args.peer_path.absolute(), device, args.limit):

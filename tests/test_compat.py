@@ -322,6 +322,42 @@ def test_options_of_one_setting_are_refused_in_another() -> None:
         compat.sparse_attention_backward_wrapper(*arguments, dq=arguments[1])
 
 
+def test_arguments_of_the_peers_forms_are_checked_before_anything_runs() -> None:
+    i = BATCHED.inputs(seed=12)
+    out, lse = compat.sparse_mla_fwd_interface(i.q, i.kv, i.indices, d_v=i.d_v)
+    arguments = cudnn_arguments(one := ONE_GROUP.inputs())
+
+    def example(do: Tensor = i.dout, lse: Tensor = lse, **options: Any) -> None:
+        compat.sparse_mla_bwd(i.q, i.kv, out, do, i.indices, lse, **options)
+
+    def cudnn(**options: Any) -> None:
+        compat.sparse_attention_backward_wrapper(*arguments, **options)
+
+    def flash_mla(indexer_topk: int) -> None:
+        compat.flash_mla_sparse_fwd(one.q, one.kv, one.indices, 0.2, one.d_v, None, None, indexer_topk)
+
+    rows = one.q.shape[:-1]
+    wrong: tuple[tuple[Callable, str], ...] = (
+        (lambda: example(lse=lse.int()), "lse: must be torch.float32"),
+        (lambda: example(delta=lse.bfloat16()), "delta: must be torch.float32"),
+        (lambda: example(delta=lse[0, 0]), "delta: shape must be"),
+        (lambda: example(do=i.dout[..., :-1]), "do: shape must be"),
+        (lambda: cudnn(dq=torch.zeros_like(one.q, dtype=torch.int32)), "dq: must be torch"),
+        (lambda: cudnn(dq=torch.zeros_like(one.q, device="meta")), "dq: must be on cpu"),
+        (lambda: cudnn(dq=one.q.new_zeros(1).expand(one.q.shape)), "dq: must be writable"),
+        (lambda: cudnn(dq=torch.zeros_like(one.q).requires_grad_()), "dq: must be writable"),
+        (lambda: cudnn(dkv=torch.zeros_like(arguments[1], dtype=torch.float64)), "dkv: must be torch"),
+        (lambda: compat.sparse_attention_backward_wrapper(*arguments[:4], torch.zeros(rows).long(), *arguments[5:]),
+         "lse: must be torch.float32"),
+        (lambda: flash_mla(4), "indexer_topk: must be 0"),
+    )  # fmt: skip
+    for call, message in wrong:
+        with pytest.raises(cute_sparse_mla.ArgumentError, match=message):
+            call()
+    flash_mla(0)
+    compat.sparse_attention(i.q, i.kv, i.indices, 0.2, i.d_v, None, "tilelang")
+
+
 @pytest.mark.sm90
 def test_nothing_synchronises() -> None:
     """After a first call, which compiles."""

@@ -71,6 +71,14 @@ def layer(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, d_v: int, sm_sca
     )
 
 
+def test_errors_of_arguments_keep_their_text() -> None:
+    """In a graph of its own too, where torch may wrap them."""
+    i = case_for("cpu").inputs()
+    compiled = torch.compile(cute_sparse_mla.sparse_mla, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"sm_scale.*must be"):
+        compiled(i.q, i.kv, i.indices, d_v=i.d_v, sm_scale=True)
+
+
 # -- lengths and scales --------------------------------------------------------------------------------------------
 
 

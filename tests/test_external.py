@@ -150,6 +150,21 @@ def test_gradients_flow_through_both_packages(packages: Any) -> None:
         assert torch.equal(got, expected)
 
 
+def test_a_strided_gradient_is_made_dense_for_a_package(packages: Any) -> None:
+    """A projection of each head's values hands back a transposed gradient; a package takes dense ones."""
+    i = CASE.inputs()
+    values = torch.randn(16, 512, 64, dtype=torch.bfloat16)
+
+    def gradients(**options: Any) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (i.q, i.kv)]
+        out = cute_sparse_mla.sparse_mla(*leaves, i.indices, **options)
+        torch.bmm(out.transpose(0, 1), values).float().square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for got, expected in zip(gradients(**GLUED), gradients(backend="reference"), strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_a_backend_without_a_backward_is_refused_before_the_forward(packages: Any) -> None:
     i = CASE.inputs()
     with pytest.raises(UnsupportedError, match=r"'flash_mla' has no backward.*config.fwd_backend"):
@@ -295,6 +310,11 @@ def test_who_is_missing_or_refuses_is_passed_over_with_the_reason(measured: set[
     measured.add("flash_mla")
     absent = _fastest(CASE, FORWARD)
     assert absent.backend == "sm90" and "which is not installed" in absent.reason
+    measured.clear()
+    measured.add("tilelang")  # the own kernels' package: those of others run all the same
+    assert _fastest(CASE, FORWARD).backend == "flash_mla"
+    with pytest.raises(MissingDependencyError, match="tilelang"):
+        _fastest(CASE.but(H=24), FORWARD)
 
 
 def test_the_table_is_what_the_committed_rows_give() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -73,15 +74,18 @@ def test_matrix_and_reasons(tmp_path: Path) -> None:
     assert torch.get_default_dtype() == torch.float32 and "flash_mla" not in sys.modules
 
 
-def test_pytest_files(tmp_path: Path) -> None:
+def test_pytest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes, misses and skips with their reasons; the stand-ins are gone afterwards."""
     file = tmp_path / "test_made_up.py"
     file.write_text(CUDNN)
     wrapper = type("DSA", (), {"sparse_attention_backward_wrapper": compat.sparse_attention_backward_wrapper})
+    # As if somebody had imported the real package's parts before.
+    monkeypatch.setitem(sys.modules, "cudnn.deepseek_sparse_attention", ModuleType("cudnn.deepseek_sparse_attention"))
     with peer_suites.standing_in(CPU), peer_suites.importable(tmp_path, [peer_suites.module("cudnn", DSA=wrapper)]):
         passed, missed, skipped = peer_suites.run_pytest(file, 0)
     assert (passed.result, missed.result, skipped.result) == ("passed", "missed", "skipped")
     assert "two heads" in missed.reason and "deepseek_sparse_attention" in skipped.reason
+    assert "cudnn.deepseek_sparse_attention" in sys.modules
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
