@@ -61,9 +61,10 @@ class SparseAttentionConfig:
 
     def encode(self) -> str:
         """Canonical text of the fields that are set (custom ops carry it as an argument)."""
-        # Not by the json module: torch.compile cannot trace it.
+        # Not by the json module: torch.compile cannot trace it, nor the text of a number that it takes for an unknown.
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        texts = [f'"{name}": "{v}"' if isinstance(v, str) else f'"{name}": {v}' for name, v in values if v is not None]
+        given = [(name, value) for name, value in values if value is not None]
+        texts = [f'"{name}": "{v}"' if isinstance(v, str) else f'"{name}": {int(v)}' for name, v in given]
         return "{" + ", ".join(texts) + "}"
 
     @staticmethod
@@ -160,9 +161,13 @@ def measured_entries() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(MEASURED.read_text(encoding="utf-8")))
 
 
-@cache
 def measured() -> tuple[ConfigRow, ...]:
     """The measured rows, which come before those of `TABLE`: its config and reason, with changes and own figures."""
+    return _measured
+
+
+def read_measured() -> tuple[ConfigRow, ...]:
+    """What `measured` returns, from the file."""
     rows = []
     for entry in measured_entries():
         base = next(row for row in TABLE if row.architecture == entry["architecture"])
@@ -170,6 +175,10 @@ def measured() -> tuple[ConfigRow, ...]:
         config = replace(base.config, **entry["changes"])
         rows.append(ConfigRow(base.architecture, (entry["D"],), heads, config, base.reason, entry["figure"], K, S_kv))
     return tuple(rows)
+
+
+# Read at import: torch.compile traces what `plan` calls, and cannot trace the reading of a file.
+_measured = read_measured()
 
 
 def choose(

@@ -67,14 +67,13 @@ def test_a_config_replaces_the_tables_where_it_is_faster_on_every_kind_of_rows(
     monkeypatch.setattr(config, "MEASURED", tmp_path / "configs.json")
     config.MEASURED.write_text("[]")
     tune.write_table([found], "sm90")
-    config.measured.cache_clear()
+    monkeypatch.setattr(config, "_measured", config.read_measured())
     problem = plain_shape("300,8000,7,576,2048").problem()
     filled, chosen = config.choose("sm90", problem, config.SparseAttentionConfig())
     assert filled.tokens_per_tile == 2 and filled.bwd_threads == 384
     assert chosen.figure.endswith("forward / backward ms on random rows 2 / 7, text rows 2 / 7")
     elsewhere, _ = config.choose("sm90", plain_shape("300,8000,9,576,2048").problem(), config.SparseAttentionConfig())
     assert elsewhere.tokens_per_tile is None
-    config.measured.cache_clear()
 
 
 @pytest.mark.parametrize("flag", ["--tune", "--gaps"])

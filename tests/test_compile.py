@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla import autograd, dispatch
+from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs
 
 SMALL = Case(S=6, S_kv=11, H=4, G=2, K=7, D=24, d_v=16, invalid="shuffled", sink="random")
@@ -77,6 +78,31 @@ def test_errors_of_arguments_keep_their_text() -> None:
     compiled = torch.compile(cute_sparse_mla.sparse_mla, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"sm_scale.*must be"):
         compiled(i.q, i.kv, i.indices, d_v=i.d_v, sm_scale=True)
+
+
+def test_a_plan_can_be_made_inside_a_graph() -> None:
+    i = case_for("cpu").inputs()
+    options = dict(i.options, d_v=i.d_v)
+    bounds = {name: options[name] for name in ("causal", "q_positions", "topk_length")}
+
+    def step(q: Tensor, kv: Tensor, indices: Tensor) -> Tensor:
+        plan = cute_sparse_mla.plan(indices, kv.shape, heads_per_group=q.shape[-2] // kv.shape[-2], **bounds)
+        return cute_sparse_mla.sparse_mla(q, kv, indices, plan=plan, **options)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(i.q, i.kv, i.indices), step(i.q, i.kv, i.indices))
+
+
+def test_a_config_can_be_an_argument_of_a_graph() -> None:
+    i = case_for("cpu").inputs()
+
+    def step(q: Tensor, kv: Tensor, indices: Tensor, config: SparseAttentionConfig) -> Any:
+        return cute_sparse_mla.sparse_mla(q, kv, indices, d_v=i.d_v, config=config, **i.options)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for threads in (256, 384):
+        config = SparseAttentionConfig(tokens_per_tile=1, fwd_threads=threads)
+        assert torch.equal(compiled(i.q, i.kv, i.indices, config), step(i.q, i.kv, i.indices, config))
 
 
 # -- lengths and scales --------------------------------------------------------------------------------------------

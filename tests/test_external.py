@@ -206,6 +206,13 @@ def test_what_a_package_cannot_compute_is_refused_by_name(call: Callable, messag
         call()
 
 
+def test_a_package_of_that_name_without_the_function_is_named(packages: Any) -> None:
+    i = CASE.inputs()
+    del packages("flash_mla").flash_mla_sparse_fwd
+    with pytest.raises(MissingDependencyError, match="flash_mla has no flash_mla_sparse_fwd; pip install"):
+        _fwd(i)
+
+
 def test_offsets_beyond_32_bits_are_refused(packages: Any) -> None:
     T = 1 << 21
     q = torch.empty(T, 64, 576, dtype=torch.bfloat16, device="meta")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import SparseAttentionConfig
+from ..errors import MissingDependencyError
 from ..problem import BACKWARD, Problem
 from ..validation import Call
 from .arguments import INT32_SPAN, SMALLEST_SCALE, common_refusal, padded_heads, peer_rows
@@ -40,7 +41,12 @@ def refusal(
 
 def fwd(call: Call, sm_scale: float) -> tuple[Tensor, Tensor]:
     """`(out [1, T, H, 512], lse [1, T, H])` of a call that `refusal` lets through."""
-    function = importlib.import_module("flash_mla").flash_mla_sparse_fwd
+    function = getattr(importlib.import_module("flash_mla"), "flash_mla_sparse_fwd", None)
+    if function is None:
+        raise MissingDependencyError(
+            "the installed package flash_mla has no flash_mla_sparse_fwd; "
+            "pip install --upgrade git+https://github.com/deepseek-ai/FlashMLA brings it"
+        )
     heads = call.problem.H
     extra = next(h for h in HEADS if h >= heads) - heads
     out, _, lse = function(
