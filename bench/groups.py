@@ -30,15 +30,13 @@ from typing import Any
 
 import torch
 
-import cute_sparse_mla
 from cute_sparse_mla import arguments
-from cute_sparse_mla.groups import TokenPlan
 from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.text_rows import Indexer, load_indexer
 
 from . import report, timing
 from .harness import Row, Run, Settings, run_shape
-from .implementations import PASSES, Implementation, Ours
+from .implementations import PASSES, Implementation, Ours, plan_of
 from .peers import PEERS
 from .shapes import BenchShape, draw, model_shapes, unsupported_rows
 from .suites import SINGLE
@@ -56,23 +54,15 @@ def shapes() -> list[BenchShape]:
     return text + model_shapes(["glm5"], [(4096, 8192), (4096, 131072)], TP, ["random"])
 
 
-def plan_of(shape: BenchShape, inputs: Inputs, tokens: int | None) -> TokenPlan:
-    """The plan of a shape's inputs."""
-    return cute_sparse_mla.plan(
-        inputs.indices, inputs.kv.shape, shape.H, causal=inputs.causal, q_positions=inputs.q_positions,
-        topk_length=inputs.topk_length, tokens_per_tile=tokens,
-    )  # fmt: skip
-
-
-def facts(shape: BenchShape, inputs: Inputs) -> Row:
+def facts(inputs: Inputs) -> Row:
     """What the rows of one shape have in common; reads the lists on the host."""
-    plan = plan_of(shape, inputs, None)
+    plan = plan_of(inputs, None)
     tokens = plan.tokens_per_tile
     found: Row = {"kind": "groups", "tokens_per_tile": tokens, "slots": None, "chosen": 0, "implied": None}
     if plan.lists is None:
         return found
     chosen = plan.lists.chosen
-    whole = plan_of(shape, inputs, tokens).lists
+    whole = plan_of(inputs, tokens).lists
     assert whole is not None
     count = int(whole.lengths.sum())
     # Every slot of a union has a bit for each token that selected it.
@@ -82,11 +72,11 @@ def facts(shape: BenchShape, inputs: Inputs) -> Row:
     return found | {"slots": [own, count], "chosen": 1 if chosen is None else int(chosen), "implied": own / count}
 
 
-def list_times(shape: BenchShape, inputs: Inputs, tokens: int, settings: Settings) -> dict[str, timing.Spread]:
+def list_times(inputs: Inputs, tokens: int, settings: Settings) -> dict[str, timing.Spread]:
     """Times of the lists alone, and of decision and lists."""
     functions: dict[str, Callable[[], Any]] = {
-        LISTS: lambda: plan_of(shape, inputs, tokens),
-        DECIDED: lambda: plan_of(shape, inputs, None),
+        LISTS: lambda: plan_of(inputs, tokens),
+        DECIDED: lambda: plan_of(inputs, None),
     }
     if settings.device.type == "cuda":
         functions = {name: timing.captured(function, settings.device) for name, function in functions.items()}
@@ -137,13 +127,13 @@ def measure(
     if unsupported_rows(shape, indexer):
         return rows
     inputs = draw(shape, settings.device, settings.seed, indexer)
-    found = facts(shape, inputs)
+    found = facts(inputs)
     rows = with_gains(rows, found)
     if found["slots"] is not None:
         forward = next((row["ms"] for row in rows if row["impl"] == SINGLE and row["pass"] == "fwd"), None)
         names = ("run", "model", "tp", "T", "S_kv", "H", "D", "d_v", "K", "rows", "union", "device", "versions")
         base = {name: rows[0][name] for name in names} | found | {"implied": round(found["implied"], 4)}
-        rows += list_rows(base, list_times(shape, inputs, found["tokens_per_tile"], settings), forward, found["chosen"])
+        rows += list_rows(base, list_times(inputs, found["tokens_per_tile"], settings), forward, found["chosen"])
     return rows
 
 

@@ -23,6 +23,7 @@ import cute_sparse_mla
 from cute_sparse_mla import env
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.errors import ArgumentValueError
+from cute_sparse_mla.groups import TokenPlan
 from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.problem import Problem
 
@@ -63,6 +64,15 @@ class Call(ABC):
     def conversions(self) -> str:
         """What was converted for this call, and which of it is in its time."""
         return ""
+
+
+def plan_of(inputs: Inputs, tokens: int | None, backend: str | None = None) -> TokenPlan:
+    """The plan of a call's inputs, for so many tokens a tile; `None`: as many as the kernels would try."""
+    i = inputs
+    return cute_sparse_mla.plan(
+        i.indices, i.kv.shape, i.q.shape[-2] // i.kv.shape[-2], causal=i.causal, q_positions=i.q_positions,
+        topk_length=i.topk_length, tokens_per_tile=tokens, backend=backend,
+    )  # fmt: skip
 
 
 class ContractCall(Call):
@@ -120,12 +130,7 @@ class _OursCall(ContractCall):
         super().__init__(inputs)
         self.options = {**inputs.options, **options}
         if planned:
-            i = inputs
-            self.options["plan"] = cute_sparse_mla.plan(
-                i.indices, i.kv.shape, i.q.shape[-2] // i.kv.shape[-2], causal=i.causal, q_positions=i.q_positions,
-                topk_length=i.topk_length, tokens_per_tile=options["config"].tokens_per_tile,
-                backend=options["backend"],
-            )  # fmt: skip
+            self.options["plan"] = plan_of(inputs, options["config"].tokens_per_tile, options["backend"])
         self.deterministic = deterministic
         self.kernels = kernels
 

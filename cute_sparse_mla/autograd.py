@@ -10,13 +10,14 @@ to call the 0-dim CPU tensor `traced_scale`; neither is `D ** -0.5`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch, env, validation
-from .config import decode
+from .config import SparseAttentionConfig, decode
 from .errors import SparseMLAError
 from .validation import BackwardCall
 
@@ -176,7 +177,7 @@ def _grouped_lists(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `plan`, for as many tokens a tile as the kernels of such a call try; empty tensors where that is one."""
     problem = (indices, q_positions, topk_length, kv_shape, heads_per_group, causal)
-    tokens, decide = _group_size(*problem, config, backend)
+    tokens, decide = group_size(*problem, decode(config), backend)
     if tokens == 1:
         rows, bits, lengths, chosen = (indices.new_empty(0, dtype=torch.int32) for _ in range(4))
         return rows, bits, lengths, chosen
@@ -188,9 +189,9 @@ lists_op = torch.library.custom_op(f"{_LIB}::lists", _grouped_lists, mutates_arg
 lists_op.register_fake(_grouped_lists)
 
 
-def _group_size(
-    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
-    heads_per_group: int, causal: bool, config: str, backend: str,
+def group_size(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: Sequence[int],
+    heads_per_group: int, causal: bool, config: SparseAttentionConfig, backend: str,
 ) -> tuple[int, bool]:  # fmt: skip
     """Tokens of a tile, and whether the device decides; 1 for a wrong call, which says itself what is wrong."""
     try:
@@ -198,7 +199,7 @@ def _group_size(
             indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
         )
         device = indices.device
-        return dispatch.grouping(call.problem, device.type, env.capability(device), backend, decode(config))
+        return dispatch.grouping(call.problem, device.type, env.capability(device), backend, config)
     except SparseMLAError:
         return 1, False
 
@@ -225,7 +226,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     ctx.set_materialize_grads(False)
 
 
-def readable_gradient(dout: Tensor | None, out: Tensor, backend: str) -> Tensor:
+def readable_gradient(dout: Tensor | None, out: Tensor, backend: str | None) -> Tensor:
     """The gradient of `out` as autograd hands it over, laid out as this backend's `bwd` reads it; zeros for `None`."""
     if dout is None:
         return torch.zeros_like(out)

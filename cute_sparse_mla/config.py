@@ -125,10 +125,8 @@ TABLE: tuple[ConfigRow, ...] = (
         "a sample, up to 32 heads fill the tile with 2 to 16 tokens; 128 matrix threads cannot hold a 64 x 512 "
         "accumulator (256 fp32 registers each). Where fp32 dkv exceeds the L2 the backward takes each token's rows in "
         "rising order, from lists made first",
-        figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.26 and backward 8.53 ms at 64 heads, "
-        "2.03 and 8.00 at 8; in groups of 8, lists and decision included, 0.66 and 2.30 (against 1.99 and 7.95). "
-        "Since then the backward's main kernel alone, random rows, in one process: 8.62 -> 6.68 ms at 64 heads, "
-        "7.99 -> 6.14 at 8",
+        figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.12 and backward 7.22 ms at 64 heads, "
+        "1.70 and 6.51 at 8; in groups of 8, lists and decision included, 0.56 and 1.92",
     ),
     ConfigRow(
         "sm100", (512, 576), (1, MAX_HEADS_PER_GROUP),

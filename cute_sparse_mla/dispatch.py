@@ -159,7 +159,7 @@ def _choose_fastest(
     return replace(choice, reason="; ".join(("fastest", *passed, choice.reason)))
 
 
-def reads_dense(backend: str) -> bool:
+def reads_dense(backend: str | None) -> bool:
     """Whether a backward that is asked for by this name may need a dense `dout`, as the external ones do."""
     return backend == FASTEST or _is_external(backend)
 
@@ -213,7 +213,7 @@ def check_name(argument: str, name: str) -> None:
         raise ArgumentValueError(argument, f"must be one of {', '.join(BACKENDS)}", repr(name))
 
 
-def _is_external(name: str) -> bool:
+def _is_external(name: str | None) -> bool:
     return any(b.name == name for b in EXTERNAL_BACKENDS)
 
 

@@ -113,7 +113,7 @@ def lists_for(
     # The check of the call itself names what is wrong with it.
     if wished.tokens_per_tile == 1 or 0 in (*q.shape, *kv.shape, *indices.shape) or kv.dim() < 3:
         return NO_LISTS
-    heads, shape, device = q.shape[-2] // kv.shape[-2], tuple(kv.shape), indices.device
+    heads, shape = q.shape[-2] // kv.shape[-2], tuple(kv.shape)
     try:
         tokens, decide = wished.tokens_per_tile, False
         if tokens is None:
@@ -122,10 +122,9 @@ def lists_for(
                 return autograd.lists_op(
                     indices, q_positions, topk_length, list(shape), heads, causal, wished.encode(), backend
                 )
-            call = validation.lists(
-                indices, shape, heads, causal=causal, q_positions=q_positions, topk_length=topk_length
+            tokens, decide = autograd.group_size(
+                indices, q_positions, topk_length, shape, heads, causal, wished, backend
             )
-            tokens, decide = dispatch.grouping(call.problem, device.type, env.capability(device), backend, wished)
         if tokens == 1:
             return NO_LISTS
         return _made(indices, q_positions, topk_length, shape, heads, causal, tokens, decide, backend)

@@ -405,7 +405,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
         q, kv, indices, q_positions, topk_length, attn_sink, out, lse = ctx.saved_tensors
         gathered = GatheredKV(kv, ctx.split)
-        dout = readable_gradient(dout, out, ctx.options.get("backend") or "")
+        dout = readable_gradient(dout, out, ctx.options.get("backend"))
         dq, dkv, d_sink = _bwd(
             q, gathered, out, dout, indices, lse, dlse=dlse, q_positions=q_positions, topk_length=topk_length,
             attn_sink=attn_sink, deterministic=torch.are_deterministic_algorithms_enabled(), **ctx.options,

@@ -35,7 +35,7 @@ class HeadShardedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, kv, indices, out, lse = ctx.saved_tensors
-        dout = readable_gradient(dout, out, ctx.options.get("backend") or "")
+        dout = readable_gradient(dout, out, ctx.options.get("backend"))
         dq, dkv, _ = cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, dkv_dtype=torch.float32, **ctx.options)
         dist.all_reduce(dkv, group=ctx.group)
         return dq, dkv.to(kv.dtype), None, None, None
