@@ -116,10 +116,8 @@ def test_one_compile_over_fifty_lengths(device: str, packed: bool) -> None:
     gen = torch.Generator().manual_seed(int(packed))
     case = case_for(device).but(packed=packed)
     for n in range(50):
-        # Sizes of 0 and 1 have graphs of their own in torch, and so has a call of one tile (of two tokens, with these
-        # heads); the first sizes differ, or torch takes them for one.
-        bounds = ((3, 20), (2, 60), (2, 40))
-        S, S_kv, K = (int(torch.randint(*bound, (), generator=gen)) for bound in bounds) if n else (6, 11, 7)
+        # Sizes of 0 and 1 have graphs of their own in torch; the first sizes differ, or torch takes them for one.
+        S, S_kv, K = (int(torch.randint(2, high, (), generator=gen)) for high in (20, 60, 40)) if n else (6, 11, 7)
         B = 1 if packed else (3, 2)[n % 2]
         i = case.but(B=B, S=S, S_kv=S_kv, K=K).inputs(seed=n, device=device)
         scale = 0.05 + 0.01 * n
