@@ -33,12 +33,19 @@ from .plan import (
     BLOCK_K,
     CHUNK,
     D_V,
+    FACTOR_COLUMNS,
+    FACTORS,
+    ITEM,
     L2_BYTES,
     LOG2_E,
+    MOST_TILES,
     ROWS,
     SMEM_LIMIT,
+    TERMS,
     THREADS,
+    PlacePlan,
     Plan,
+    RepeatPlan,
     SumPlan,
     TermPlan,
 )  # fmt: skip
@@ -60,6 +67,8 @@ SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
 WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
+# Rows of kv, for one slot that a union is thought to have, up to which products take less time than ordered sums.
+PRODUCTS_PAY = 4
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -155,7 +164,10 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
     if backward and torch.are_deterministic_algorithms_enabled():
-        _ordered_kernels(problem, wished or group_size(problem))
+        tokens = wished or group_size(problem)
+        _ordered_kernels(problem, tokens)
+        if tokens > 1:
+            _product_kernels(problem, tokens)
 
 
 @functools.cache
@@ -359,9 +371,79 @@ def parts_of(problem: Problem, tokens: int, multiprocessors: int) -> Parts:
 
 def _ordered_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
     """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
-    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), ordered=True)
+    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), dkv=TERMS)
     plans = {"backward": plan, "term_rows": TermPlan(plan.index_dtype), "ordered_sums": SumPlan(plan.D)}
     return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+class Pieces(NamedTuple):
+    """How a deterministic backward by products goes through a call: tiles of each batch entry, slots at a time."""
+
+    tiles: int
+    slots: int
+
+
+def pieces_of(problem: Problem, tokens: int, multiprocessors: int) -> Pieces | None:
+    """Factors, places, sums of dq and lists within `WORKSPACE`; `None` where ordered sums are to be preferred."""
+    # Neighbours in text share so much: 1.96 K rows for 8 tokens, 1.63 K for 4, 1.30 K for 2.
+    union = problem.K * (1 + (tokens.bit_length() - 1) / 3)
+    if tokens == 1 or problem.S_kv > PRODUCTS_PAY * union:
+        return None
+    factors, state = BLOCK_K * FACTOR_COLUMNS * ITEM, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G
+    fixed = 8 * tokens * problem.K + 4 * problem.S_kv + 4  # lists, places
+    wave, whole = max(1, multiprocessors), WORKSPACE // (blocks * factors + fixed)
+    most = WORKSPACE // (factors + state + fixed)
+    if a_tile > most:
+        return None
+    L = -(-problem.S // tokens)
+    # CTAs at a time: those of a wave, more where whole lists fit.
+    groups = -(-L // min(MOST_TILES, max(1, max(whole // wave * wave, min(wave, most)) // a_tile)))
+    tiles = -(-L // groups)
+    ctas = tiles * a_tile
+    if ctas <= whole:
+        return Pieces(tiles, blocks * BLOCK_K)
+    return Pieces(tiles, (WORKSPACE // ctas - fixed - state) // factors * BLOCK_K)
+
+
+def _product_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
+    """The main kernel, the one that says where rows are, the one that multiplies, and the one for repeats."""
+    plan = dataclasses.replace(plan_of(problem, tokens, lists=True), dkv=FACTORS)
+    plans = {
+        "backward": plan, "places": PlacePlan(), "products": plan,
+        "repeats": RepeatPlan(plan.D, plan.dtype, plan.tokens),
+    }  # fmt: skip
+    return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+def _by_products(
+    problem: Problem, tokens: int, pieces: Pieces, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor,
+    dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """dq, and dkv by products in fixed order (`products.py`), for some tiles and slots at a time."""
+    device, heads, capacity = q.device, problem.heads_per_group, tokens * problem.K
+    ctas = problem.B * pieces.tiles * problem.G
+    factors = torch.empty(ctas * pieces.slots * FACTOR_COLUMNS, dtype=q.dtype, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if pieces.slots < capacity:
+        sums = torch.empty(ctas * ROWS * problem.D, dtype=torch.float32, device=device)
+    backward, find, multiply, repeat = _product_kernels(problem, tokens)
+    for gather in _gathers_in_order(problem, tokens, pieces.tiles, indices, topk_length, q_positions, lists):
+        B, L, G, _ = gather.slots.shape
+        places = torch.empty((B, L, G, problem.S_kv), dtype=torch.int32, device=device)
+        distinct = torch.empty((B, L, G), dtype=torch.int32, device=device)
+        for first in range(0, capacity, pieces.slots):
+            taken = slice(first, first + pieces.slots)
+            of_part = (gather.slots[..., taken], gather.bits[..., taken], *gather.tensors[2:])
+            where = (gather.tile_0, first, pieces.slots)
+            backward(
+                q, kv, dout, *of_part, stats, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
+                int(taken.stop >= capacity), *gather.flags,
+            )  # fmt: skip
+            find(gather.slots, gather.lengths, places, distinct, first, pieces.slots)
+            multiply(q, dout, factors, places, dkv, scales[1], heads, gather.tile_0, pieces.slots)
+            repeat(q, dout, gather.slots, gather.bits, gather.lengths, distinct, factors, dkv, scales[1], heads, *where)
 
 
 class _Beside:
@@ -448,15 +530,12 @@ class _Sorter:
 
 
 def _in_order(
-    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
+    problem: Problem, tokens: int, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
     stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None,
     q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
-    device, D, tokens = q.device, problem.D, config.tokens_per_tile or group_size(problem)
-    if lists is not None and len(lists) == 4:
-        # Made only where the device found that they pay; a deterministic call always groups.
-        lists = None
+    device, D = q.device, problem.D
     parts = parts_of(problem, tokens, env.multiprocessors(device))
     ctas = problem.B * parts.tiles * problem.G * _tiles(problem)
     terms = torch.empty((ctas * parts.slots, D), dtype=torch.float32, device=device)
@@ -520,7 +599,16 @@ def bwd(
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     scales = (scale_log2, float(sm_scale))
     if deterministic:
-        _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
+        tokens = config.tokens_per_tile or group_size(problem)
+        if lists is not None and len(lists) == 4:
+            # Made only where the device found that they pay; a deterministic call always groups.
+            lists = None
+        arguments = (q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
+        pieces = pieces_of(problem, tokens, env.multiprocessors(device))
+        if pieces is None:
+            _in_order(problem, tokens, *arguments)
+        else:
+            _by_products(problem, tokens, pieces, *arguments)
     else:
         nothing = _scalar(device, 0.0, torch.float32)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
