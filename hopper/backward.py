@@ -285,7 +285,7 @@ def build(plan: Plan) -> PrimFunc:
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
-            if FACTORED:  # noqa: SIM108
+            if FACTORED:
                 P_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             else:
                 P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")

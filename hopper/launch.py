@@ -68,7 +68,7 @@ SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # a time), and multiprocessors that the main kernel leaves to the sort.
 WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
 # Rows of kv, for one slot that a union is thought to have, up to which products take less time than ordered sums.
-PRODUCTS_PAY = 4
+PRODUCTS_PAY = 6
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -83,8 +83,12 @@ BUILT_FOR = {
 
 def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
     """The compile-time part of a problem whose kernel reads the indices or, with `lists`, int32 lists of them."""
-    index_dtype = torch.int32 if lists else problem.index_dtype
-    return Plan(problem.D, _name(problem.dtype), _name(index_dtype), tokens)
+    return _plan(problem.D, problem.dtype, torch.int32 if lists else problem.index_dtype, tokens)
+
+
+@functools.cache
+def _plan(D: int, dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> Plan:
+    return Plan(D, _name(dtype), _name(index_dtype), tokens)
 
 
 def sorts_rows(problem: Problem) -> bool:
@@ -166,14 +170,19 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
     if backward and torch.are_deterministic_algorithms_enabled():
         tokens = wished or group_size(problem)
         _ordered_kernels(problem, tokens)
-        if tokens > 1:
+        if _tiles(problem) == 1:
             _product_kernels(problem, tokens)
 
 
 @functools.cache
 def _scalar(device: torch.device, value: float, dtype: torch.dtype) -> Tensor:
-    # Stands in for an optional tensor: expanded with stride 0, read by nobody or as a neutral value.
     return torch.full((1,), value, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stand_in(device: torch.device, value: float, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Stands in for an optional tensor: expanded with stride 0, read by nobody or as a neutral value."""
+    return _scalar(device, value, dtype).expand(shape)
 
 
 def _slots(
@@ -182,14 +191,14 @@ def _slots(
     """Lengths and positions, or stand-ins, and the flags `(causal, has_length, has_positions)`."""
     shape = (problem.B, problem.S)
     flags = (int(problem.causal), int(topk_length is not None), int(q_positions is not None))
-    lengths = _scalar(device, 0, torch.int32).expand(shape) if topk_length is None else topk_length
-    positions = _scalar(device, 0, torch.int64).expand(shape) if q_positions is None else q_positions.to(torch.int64)
+    lengths = _stand_in(device, 0, torch.int32, shape) if topk_length is None else topk_length
+    positions = _stand_in(device, 0, torch.int64, shape) if q_positions is None else q_positions.to(torch.int64)
     return lengths, positions, flags
 
 
 def _sink(problem: Problem, attn_sink: Tensor | None, device: torch.device) -> Tensor:
     # A sink of -inf is no sink.
-    return _scalar(device, float("-inf"), torch.float32).expand(problem.H) if attn_sink is None else attn_sink
+    return _stand_in(device, float("-inf"), torch.float32, (problem.H,)) if attn_sink is None else attn_sink
 
 
 def _tiles(problem: Problem) -> int:
@@ -239,7 +248,7 @@ def _lists(
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
     # Lists of single tokens have no bits.
-    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
+    bits = torch.empty_like(rows) if tokens > 1 else _stand_in(device, 0, torch.int32, rows.shape)
     counts = torch.empty((B, len(tiles), G), dtype=torch.int32, device=device)
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
@@ -268,7 +277,7 @@ class Gather(NamedTuple):
 
     def plan(self, problem: Problem) -> Plan:
         """The compile-time part of its kernel."""
-        return Plan(problem.D, _name(problem.dtype), _name(self.slots.dtype), self.tokens)
+        return _plan(problem.D, problem.dtype, self.slots.dtype, self.tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -297,8 +306,9 @@ def _gathers(
             return
         wanted = 0
     if not in_order:
-        nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
-        lengths = lengths[:, :, None].expand(indices.shape[:3])
+        nobody = _stand_in(device, 0, torch.int32, indices.shape)
+        shape = indices.shape[:3]
+        lengths = _stand_in(device, 0, torch.int32, shape) if topk_length is None else lengths[:, :, None].expand(shape)
         yield Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)
         return
     B, S, G, K = indices.shape
@@ -387,7 +397,7 @@ def pieces_of(problem: Problem, tokens: int, multiprocessors: int) -> Pieces | N
     """Factors, places, sums of dq and lists within `WORKSPACE`; `None` where ordered sums are to be preferred."""
     # Neighbours in text share so much: 1.96 K rows for 8 tokens, 1.63 K for 4, 1.30 K for 2.
     union = problem.K * (1 + (tokens.bit_length() - 1) / 3)
-    if tokens == 1 or problem.S_kv > PRODUCTS_PAY * union:
+    if _tiles(problem) > 1 or problem.S_kv > PRODUCTS_PAY * union:
         return None
     factors, state = BLOCK_K * FACTOR_COLUMNS * ITEM, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G
@@ -429,7 +439,8 @@ def _by_products(
     if pieces.slots < capacity:
         sums = torch.empty(ctas * ROWS * problem.D, dtype=torch.float32, device=device)
     backward, find, multiply, repeat = _product_kernels(problem, tokens)
-    for gather in _gathers_in_order(problem, tokens, pieces.tiles, indices, topk_length, q_positions, lists):
+    gathers = _gathers_in_order(problem, tokens, pieces.tiles, indices, topk_length, q_positions, lists, listed=True)
+    for gather in gathers:
         B, L, G, _ = gather.slots.shape
         places = torch.empty((B, L, G, problem.S_kv), dtype=torch.int32, device=device)
         distinct = torch.empty((B, L, G), dtype=torch.int32, device=device)
@@ -474,9 +485,12 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _gathers_in_order(
     problem: Problem, tokens: int, tiles: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None,
+    lists: tuple[Tensor, ...] | None, listed: bool = False,
 ) -> Iterator[Gather]:  # fmt: skip
-    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed."""
+    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed.
+
+    Single tokens have lists only if they are to be `listed`: rows in order, none of them invalid.
+    """
     device = indices.device
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     always, nobody = (_scalar(device, value, torch.int32) for value in (1, 0))
@@ -484,7 +498,7 @@ def _gathers_in_order(
     L = -(-problem.S // tokens)
     for first in range(0, L, tiles):
         some = slice(first, min(first + tiles, L))
-        if tokens == 1:
+        if tokens == 1 and not listed:
             rows = indices[:, some]
             bounds = lengths[:, some, None].expand(rows.shape[:3])
             yield Gather(1, rows, nobody.expand(rows.shape), bounds, positions, always, -1, flags, first)
@@ -584,15 +598,16 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
-    Deterministic: token groups fill a tile unless the config or a plan has other ones. The terms of dkv pass through at
-    most `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tiles, head tiles and slots;
-    beside that 12 bytes per row of kv and part of a list.
+    Deterministic: token groups fill a tile unless the config or a plan has other ones. Either P and dS of groups pass
+    through at most `WORKSPACE` bytes in pieces (`Pieces`) and are multiplied tile by tile; or, for single tokens and
+    where kv is long beside the unions, the terms of dkv do in parts (`Parts`), which are added part by part, in order
+    of tiles, head tiles and slots; beside that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
-        dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
+        dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
     build.kernel("preprocess", plan_of(problem))(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv

@@ -31,7 +31,7 @@ BARRIER_BYTES = 256
 L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
 FACTOR_COLUMNS = 2 * ROWS  # of a slot: dS and P of the rows of its tile
-PRODUCT_ROWS, PRODUCT_STAGES = 2 * ROWS, 3  # rows of kv of a CTA that multiplies factors, and tiles in its ring
+PRODUCT_ROWS, PRODUCT_STAGES = 2 * ROWS, 4  # rows of kv of a CTA that multiplies factors, and tiles in its ring
 MOST_TILES = 512  # tiles whose factors are multiplied at a time
 ADDS, TERMS, FACTORS = "adds", "terms", "factors"
 

@@ -3,11 +3,11 @@
     dkv[r] += sm_scale sum_x dS[x, r] q[x] + sum_x P[x, r] dout[x]     x: rows of all tiles, in their order
 
 A main kernel that stores `FACTORS` leaves P and dS of every slot and of the 64 rows of its tile, rounded, as
-`[CTA, slot, dS 64 | P 64]`: 256 bytes where the terms of dkv (`ordered.py`) would be 2304. `places` says where each tile
-has a row of kv; `products` then multiplies, for 128 rows of kv and half of the columns, tile after tile those dS and P
-with the tile's q and dout on the tensor cores. A row that a tile lacks is a zero there, so this pays where the unions
-are not much smaller than kv. `repeats` adds what slots of one row within a token's own list (behind the distinct ones)
-add beyond the first.
+`[CTA, slot, dS 64 | P 64]`: 256 bytes where the terms of dkv (`ordered.py`) would be 2304. `places` says where each
+tile has a row of kv; `products` then multiplies, for 128 rows of kv and half of the columns, tile after tile those dS
+and P with the tile's q and dout on the tensor cores. A row that a tile lacks is a zero there, so this pays where the
+unions are not much smaller than kv. `repeats` adds what further slots of a row within a token's own list add, which
+stand behind the distinct ones.
 
 Pipeline of `products`, time down; the stages of a ring hold the factors of 128 rows, and q or dout, of one tile.
 
@@ -27,6 +27,7 @@ from .plan import (
     D_V,
     FACTOR_COLUMNS,
     HALF,
+    ITEM,
     MATRIX_REGISTERS,
     MOST_TILES,
     PRODUCER_REGISTERS,
@@ -39,7 +40,7 @@ from .plan import (
     Plan,
     RepeatPlan,
 )
-from .tile import PASSES, STEP, VECTOR, exists, if_exists
+from .tile import PASSES, VECTOR, head_of, token_of
 
 PLACE_THREADS = 512
 REPEAT_ROWS, REPEAT_THREADS = 64, 96  # rows of kv of a CTA; threads, 3 pairs of columns each
@@ -70,6 +71,52 @@ __device__ __forceinline__ void find_places(const void *list, int length, int sl
 
 TILES = r"""
 namespace sparse_mla {
+__device__ __forceinline__ void copy_16(unsigned to, const char *from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// Sixteen bytes a thread of eight rows, 16 apart in shared memory; a row without a place becomes zero, unread.
+__device__ __forceinline__ void load_factors(const void *to, const void *from, const void *places_of) {
+  const int *places = static_cast<const int *>(places_of);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+    copy_16(shared + 2048 * r, static_cast<const char *>(from) + max(places[r], 0) * 256ll, places[r] >= 0);
+}
+// The same of four rows of a tile and every 64 of `Columns`, in panels of [64 rows x 128 bytes].
+template <int Columns, int RowsOfToken>
+__device__ __forceinline__ void load_tile(const void *to, const void *from, const void *offsets_of, int first,
+                                          int heads, int left) {
+  const long long *offsets = static_cast<const long long *>(offsets_of);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = 16 * r + first;
+    const bool there = row % RowsOfToken < heads && row / RowsOfToken < left;
+    const char *source = static_cast<const char *>(from) + (there ? offsets[r] : 0);
+#pragma unroll
+    for (int u = 0; u < Columns / 64; ++u) copy_16(shared + 2048 * r + 8192 * u, source + 128 * u, there);
+  }
+}
+// `scale` times a [64 x Columns] accumulator (m64 layout) to the rows of dkv that `named` has a bit for.
+template <int Columns>
+__device__ __forceinline__ void add_rows(const void *accumulator, float scale, void *rows, long long stride,
+                                         const void *named) {
+  const float *acc = static_cast<const float *>(accumulator);
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = row + 8 * i;
+    if (!(static_cast<const unsigned *>(named)[r / 32] >> r % 32 & 1)) continue;
+    float2 *to = reinterpret_cast<float2 *>(static_cast<float *>(rows) + r * stride + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int j = 0; j < Columns / 8; ++j) {
+      float2 sum = to[4 * j];
+      sum.x += scale * acc[4 * j + 2 * i];
+      sum.y += scale * acc[4 * j + 2 * i + 1];
+      to[4 * j] = sum;
+    }
+  }
+}
 // Those of `L` tiles that have one of the 128 rows of kv from `first`, in order: how many; and which rows they have, a
 // bit each. `stride`: from a tile's places to the next one's.
 __device__ __forceinline__ int find_tiles(const void *places_of, long long stride, int L, int first, int S_kv,
@@ -118,6 +165,14 @@ template <bool BFloat16> __device__ __forceinline__ float value(const void *from
   const float2 both = pair<BFloat16>(from, i >> 1);
   return i & 1 ? both.y : both.x;
 }
+// Whether one of `L` lists has repeats; `stride` and `next`: from a list's length, and number of distinct rows, on.
+__device__ __forceinline__ int any_repeats(const void *lengths_of, long long stride, const void *distinct_of,
+                                           long long next, int L) {
+  bool any = false;
+  for (int i = threadIdx.x; i < L; i += blockDim.x)
+    any |= static_cast<const int *>(distinct_of)[i * next] < static_cast<const int *>(lengths_of)[i * stride];
+  return __syncthreads_or(any);
+}
 // What the repeats of a tile that stand in slots from `slot_0` on add to the `Rows` rows of dkv from `first`: they are
 // sorted by row and token, and those of a row and token are alike. `factors`: those of slot `slot_0`.
 template <bool BFloat16, int D, int Tokens, int Rows, int Threads>
@@ -138,13 +193,15 @@ __device__ __forceinline__ void add_repeats(const void *list, const void *bits_o
       high = middle;
   }
   while (slot < end && rows[slot] < first + Rows) {
-    const int row = rows[slot], bit = bits[slot], token = __popc((bit & -bit) - 1);
+    // Single tokens have no bits.
+    const int row = rows[slot], bit = Tokens > 1 ? bits[slot] : 1, token = __popc((bit & -bit) - 1);
     const int of_slot = (slot - slot_0) * (2 * TileRows) + token * (TileRows / Tokens);
     int many = 1;
-    while (slot + many < end && rows[slot + many] == row && bits[slot + many] == bit) ++many;
+    while (slot + many < end && rows[slot + many] == row && (Tokens == 1 || bits[slot + many] == bit)) ++many;
     float2 scores[Pairs] = {}, values[Pairs] = {};
     for (int head = 0; head < heads; ++head) {
-      const float dS = value<BFloat16>(factors, of_slot + head), P = value<BFloat16>(factors, of_slot + TileRows + head);
+      const float dS = value<BFloat16>(factors, of_slot + head);
+      const float P = value<BFloat16>(factors, of_slot + TileRows + head);
 #pragma unroll
       for (int j = 0; j < Pairs; ++j) {
         const int at = threadIdx.x + j * Threads;
@@ -224,44 +281,38 @@ def build_products(plan: Plan) -> PrimFunc:
 
     @T.macro
     def load_tiles(
-        X, columns, first, Factors, factor, Places, A_s, X_s, tiles, places, found, step_0, b, g, tile_0, S, S_kv, L, G,
-        r_0, part_slots, head_0, heads, lane, ready, free,
+        X, x_s, x_h, columns, first, Factors, factor, Places, A_s, X_s, tiles, places, offsets, found, step_0, b, g,
+        tile_0, S, S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
     ):  # fmt: skip
         # Of each tile the factors of 128 rows of kv, and columns from `first` of its rows of q or dout.
         c0 = lane % 8 * VECTOR
+        for r in T.unroll(PASSES):
+            row = r * 16 + lane // 8
+            offsets[r] = (token_of(row, TOKENS) * x_s + T.min(head_of(row, TOKENS), heads - 1) * x_h) * ITEM
         find_places(Places, places, b, T.cast(tiles[0], i64), g, r_0, S_kv, lane)
-        for i in T.serial(found):
+        for i in T.unroll(found, unroll_factor=1):
             stage = (step_0 + i) % STAGES
             ti = T.cast(tiles[i], i64)
-            cta = (b * L + ti) * G + g
             t = (tile_0 + ti) * TOKENS
             left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), i32)
             T.barrier_wait(free[stage], ((step_0 + i) // STAGES & 1) ^ 1)
-            for r in T.unroll(PRODUCT_ROWS // 16):
-                T.ptx_cp_async(
-                    T.access_ptr(A_s[stage, r * 16 + lane // 8, c0], "w", VECTOR),
-                    T.access_ptr(
-                        Factors[(cta * part_slots + T.max(places[r], 0)) * FACTOR_COLUMNS + factor + c0], "r", VECTOR
-                    ),
-                    VECTOR,
-                    predicate=places[r] >= 0,
-                )
+            T.call_extern(
+                "handle", "sparse_mla::load_factors", T.access_ptr(A_s[stage, lane // 8, c0], "w", VECTOR),
+                T.access_ptr(Factors[((b * L + ti) * G + g) * part_slots * FACTOR_COLUMNS + factor + c0], "r", VECTOR),
+                places.data,
+            )  # fmt: skip
             # Those of the next tile, in time.
             find_places(Places, places, b, T.cast(tiles[T.min(i + 1, found - 1)], i64), g, r_0, S_kv, lane)
-            for r in T.unroll(PASSES):
-                token, head = if_exists(r * 16 + lane // 8, TOKENS, heads, left)
-                for u in T.unroll(columns // STEP):
-                    T.ptx_cp_async(
-                        T.access_ptr(X_s[stage, r * 16 + lane // 8, u * STEP + c0], "w", VECTOR),
-                        T.access_ptr(X[b, t + token, head_0 + head, first + u * STEP + c0], "r", VECTOR),
-                        VECTOR,
-                        predicate=exists(r * 16 + lane // 8, TOKENS, heads, left),
-                    )
+            T.call_extern(
+                "handle", f"sparse_mla::load_tile<{columns}, {ROWS // TOKENS}>",
+                T.access_ptr(X_s[stage, lane // 8, c0], "w", VECTOR),
+                T.access_ptr(X[b, t, head_0, first + c0], "r", VECTOR), offsets.data, lane // 8, heads, left,
+            )  # fmt: skip
             T.cp_async_barrier_noinc(ready[stage])
 
     @T.macro
     def multiply(half, tail, found, step_0, acc, rest, A_s, X_s, ready, free):
-        for i in T.serial(found):
+        for i in T.unroll(found, unroll_factor=1):
             step = step_0 + i
             stage = step % STAGES
             T.barrier_wait(ready[stage], step // STAGES & 1)
@@ -272,11 +323,17 @@ def build_products(plan: Plan) -> PrimFunc:
             T.wait_wgmma(0)
             T.barrier_arrive(free[stage])
 
-    def has(named, row):
-        return (named[row // 32] >> T.cast(row % 32, "uint32")) & 1 != 0
+    @T.macro
+    def add_rows(columns, acc, scale, dKV, b, row, g, first, named, half, S_kv, G):
+        # Rows that none of the tiles has are left alone.
+        T.call_extern(
+            "handle", f"sparse_mla::add_rows<{columns}>", acc.data, scale,
+            T.access_ptr(dKV[b, T.min(row, S_kv - 1), g, first], "rw", 1), G * D,
+            T.access_ptr(named[half * (ROWS // 32)], "r", ROWS // 32),
+        )  # fmt: skip
 
     @T.macro
-    def products(half, columns, first, found, A_s, X_s, dKV, b, g, r_0, named, sm_scale, ready, free):
+    def products(half, columns, first, found, A_s, X_s, dKV, b, g, r_0, S_kv, G, named, sm_scale, ready, free):
         tail = columns > HALF
         acc = T.alloc_fragment([ROWS, HALF], fp32)
         T.fill(acc, 0)
@@ -288,13 +345,9 @@ def build_products(plan: Plan) -> PrimFunc:
         for r, d in T.Parallel(ROWS, HALF):
             acc[r, d] *= sm_scale
         multiply(half, False, found, found, acc, rest, A_s, X_s, ready, free)
-        for r, d in T.Parallel(ROWS, HALF):
-            if has(named, half * ROWS + r):
-                dKV[b, r_0 + half * ROWS + r, g, first + d] += acc[r, d]
+        add_rows(HALF, acc, T.float32(1), dKV, b, r_0 + half * ROWS, g, first, named, half, S_kv, G)
         if tail:
-            for r, d in T.Parallel(ROWS, TAIL):
-                if has(named, half * ROWS + r):
-                    dKV[b, r_0 + half * ROWS + r, g, D_V + d] += rest[r, d] * sm_scale
+            add_rows(TAIL, rest, sm_scale, dKV, b, r_0 + half * ROWS, g, D_V, named, half, S_kv, G)
 
     @T.prim_func
     def sparse_mla_products(
@@ -309,9 +362,11 @@ def build_products(plan: Plan) -> PrimFunc:
         part_slots: T.int32,
     ):
         # Half of the columns each: 256, and the others.
-        with T.Kernel(
-            2, T.cast(T.ceildiv(S_kv, PRODUCT_ROWS), i32), T.cast(B * G, i32), threads=THREADS
-        ) as (bx, by, bz):
+        with T.Kernel(2, T.cast(T.ceildiv(S_kv, PRODUCT_ROWS), i32), T.cast(B * G, i32), threads=THREADS) as (
+            bx,
+            by,
+            bz,
+        ):
             T.import_source(TILES)
             A_s = T.alloc_shared([STAGES, PRODUCT_ROWS, ROWS], dtype)
             X_s = T.alloc_shared([STAGES, ROWS, HALF + TAIL], dtype)
@@ -336,37 +391,48 @@ def build_products(plan: Plan) -> PrimFunc:
                     T.set_max_nreg(PRODUCER_REGISTERS, 0)
                     lane = tx - 2 * WARPGROUP
                     places = T.alloc_local([PRODUCT_ROWS // 16], i32)
+                    offsets = T.alloc_local([PASSES], i64)
                     if bx == 0:
                         load_tiles(
-                            Q, HALF, 0, Factors, 0, Places, A_s, X_s, tiles, places, found, 0, b, g, tile_0, S, S_kv, L, G,
-                            r_0, part_slots, head_0, heads, lane, ready, free,
+                            Q, qs, qh, HALF, 0, Factors, 0, Places, A_s, X_s, tiles, places, offsets, found,
+                            0, b, g, tile_0, S, S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
                         )  # fmt: skip
                         load_tiles(
-                            dO, HALF, 0, Factors, ROWS, Places, A_s, X_s, tiles, places, found, found, b, g, tile_0, S, S_kv,
-                            L, G, r_0, part_slots, head_0, heads, lane, ready, free,
+                            dO, os_, oh, HALF, 0, Factors, ROWS, Places, A_s, X_s, tiles, places, offsets, found,
+                            found, b, g, tile_0, S, S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
                         )  # fmt: skip
                     else:
                         load_tiles(
-                            Q, HALF + TAIL, HALF, Factors, 0, Places, A_s, X_s, tiles, places, found, 0, b, g, tile_0, S, S_kv,
-                            L, G, r_0, part_slots, head_0, heads, lane, ready, free,
+                            Q, qs, qh, HALF + TAIL, HALF, Factors, 0, Places, A_s, X_s, tiles, places, offsets, found,
+                            0, b, g, tile_0, S, S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
                         )  # fmt: skip
                         load_tiles(
-                            dO, HALF, HALF, Factors, ROWS, Places, A_s, X_s, tiles, places, found, found, b, g, tile_0, S,
-                            S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
+                            dO, os_, oh, HALF, HALF, Factors, ROWS, Places, A_s, X_s, tiles, places, offsets, found,
+                            found, b, g, tile_0, S, S_kv, L, G, r_0, part_slots, head_0, heads, lane, ready, free,
                         )  # fmt: skip
                 # Does: the products of 64 rows. Produces: free. Consumes: ready.
                 elif tx < WARPGROUP:
                     T.set_max_nreg(MATRIX_REGISTERS, 1)
                     if bx == 0:
-                        products(0, HALF, 0, found, A_s, X_s, dKV, b, g, r_0, named, sm_scale, ready, free)
+                        products(
+                            0, HALF, 0, found, A_s, X_s, dKV, b, g, r_0, S_kv, G, named, sm_scale, ready, free
+                        )  # fmt: skip
                     else:
-                        products(0, HALF + TAIL, HALF, found, A_s, X_s, dKV, b, g, r_0, named, sm_scale, ready, free)
+                        products(
+                            0, HALF + TAIL, HALF, found, A_s, X_s, dKV, b, g, r_0, S_kv, G, named, sm_scale, ready,
+                            free,
+                        )  # fmt: skip
                 else:
                     T.set_max_nreg(MATRIX_REGISTERS, 1)
                     if bx == 0:
-                        products(1, HALF, 0, found, A_s, X_s, dKV, b, g, r_0, named, sm_scale, ready, free)
+                        products(
+                            1, HALF, 0, found, A_s, X_s, dKV, b, g, r_0, S_kv, G, named, sm_scale, ready, free
+                        )  # fmt: skip
                     else:
-                        products(1, HALF + TAIL, HALF, found, A_s, X_s, dKV, b, g, r_0, named, sm_scale, ready, free)
+                        products(
+                            1, HALF + TAIL, HALF, found, A_s, X_s, dKV, b, g, r_0, S_kv, G, named, sm_scale, ready,
+                            free,
+                        )  # fmt: skip
 
     return sparse_mla_products
 
@@ -379,6 +445,7 @@ def build_repeats(plan: RepeatPlan) -> PrimFunc:
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
     ob, os_, oh = (T.dynamic(n, i64) for n in ("do_b", "do_s", "do_h"))
     ib, il, ig, ic = (T.dynamic(n, i64) for n in ("i_b", "i_l", "i_g", "i_c"))
+    mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, tl, tg = (T.dynamic(n, i64) for n in ("t_b", "t_l", "t_g"))
     is_bf16 = "true" if dtype == "bfloat16" else "false"
     function = f"sparse_mla::add_repeats<{is_bf16}, {D}, {TOKENS}, {REPEAT_ROWS}, {REPEAT_THREADS}>"
@@ -388,7 +455,7 @@ def build_repeats(plan: RepeatPlan) -> PrimFunc:
         Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
         dO: T.StridedTensor((B, S, H, D_V), (ob, os_, oh, 1), dtype),
         Rows: T.StridedTensor((B, L, G, C), (ib, il, ig, ic), i32),
-        Bits: T.StridedTensor((B, L, G, C), (ib, il, ig, ic), i32),
+        Bits: T.StridedTensor((B, L, G, C), (mb, ml, mg, mc), i32),
         Lengths: T.StridedTensor((B, L, G), (tb, tl, tg), i32),
         Distinct: T.Tensor((B, L, G), i32),
         Factors: T.Tensor((N,), dtype),
@@ -399,13 +466,18 @@ def build_repeats(plan: RepeatPlan) -> PrimFunc:
         slot_0: T.int32,
         part_slots: T.int32,
     ):
-        with T.Kernel(
-            T.cast(T.ceildiv(S_kv, REPEAT_ROWS), i32), T.cast(B * G, i32), threads=REPEAT_THREADS
-        ) as (bx, by):
+        with T.Kernel(T.cast(T.ceildiv(S_kv, REPEAT_ROWS), i32), T.cast(B * G, i32), threads=REPEAT_THREADS) as (
+            bx,
+            by,
+        ):
             T.import_source(REPEATS)
             b = T.truncdiv(T.cast(by, i64), G)
             g = T.truncmod(T.cast(by, i64), G)
-            for ti in T.serial(T.cast(L, i32)):
+            found = T.call_extern(
+                i32, "sparse_mla::any_repeats", T.access_ptr(Lengths[b, 0, g], "r", 1), tl,
+                T.access_ptr(Distinct[b, 0, g], "r", 1), G, T.cast(L, i32),
+            )  # fmt: skip
+            for ti in T.serial(T.if_then_else(found != 0, T.cast(L, i32), 0)):
                 if Distinct[b, ti, g] < Lengths[b, ti, g]:
                     t = T.cast(tile_0 + ti, i64) * TOKENS
                     T.call_extern(
