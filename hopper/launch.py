@@ -67,8 +67,10 @@ SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
 WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
-# Rows of kv, for one slot that a union is thought to have, up to which products take less time than ordered sums.
-PRODUCTS_PAY = 6
+# Rows of kv, for one slot that a list is thought to have, up to which products take less time than ordered sums: of
+# single tokens and of groups. (H200, 64 heads: 13.7 against 15.9 ms at 4 rows a slot, 75 against 66 at 8; 8 heads 3.5
+# against 8.3 at 2, 9.5 against 15.0 at 8.)
+PRODUCTS_PAY = (6, 8)
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -397,7 +399,7 @@ def pieces_of(problem: Problem, tokens: int, multiprocessors: int) -> Pieces | N
     """Factors, places, sums of dq and lists within `WORKSPACE`; `None` where ordered sums are to be preferred."""
     # Neighbours in text share so much: 1.96 K rows for 8 tokens, 1.63 K for 4, 1.30 K for 2.
     union = problem.K * (1 + (tokens.bit_length() - 1) / 3)
-    if _tiles(problem) > 1 or problem.S_kv > PRODUCTS_PAY * union:
+    if _tiles(problem) > 1 or problem.S_kv > PRODUCTS_PAY[tokens > 1] * union:
         return None
     factors, state = BLOCK_K * FACTOR_COLUMNS * ITEM, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G

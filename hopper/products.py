@@ -169,9 +169,9 @@ template <bool BFloat16> __device__ __forceinline__ float value(const void *from
 __device__ __forceinline__ int any_repeats(const void *lengths_of, long long stride, const void *distinct_of,
                                            long long next, int L) {
   bool any = false;
-  for (int i = threadIdx.x; i < L; i += blockDim.x)
+  for (int i = threadIdx.x % 32; i < L; i += 32)
     any |= static_cast<const int *>(distinct_of)[i * next] < static_cast<const int *>(lengths_of)[i * stride];
-  return __syncthreads_or(any);
+  return __any_sync(~0u, any);
 }
 // What the repeats of a tile that stand in slots from `slot_0` on add to the `Rows` rows of dkv from `first`: they are
 // sorted by row and token, and those of a row and token are alike. `factors`: those of slot `slot_0`.

@@ -77,7 +77,7 @@ def test_contract(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
     with project_hopper.simulated(observer=observer) as recorder:
         from cute_sparse_mla.hopper import launch
 
-        monkeypatch.setattr(launch, "PRODUCTS_PAY", 0)
+        monkeypatch.setattr(launch, "PRODUCTS_PAY", (0, 0))
         small_workspace(monkeypatch, case, 1, tokens)
         judge_gradients(case.inputs(seed=3), partial(backward, config=SparseAttentionConfig(tokens_per_tile=tokens)))
     clean(observer, recorder)
