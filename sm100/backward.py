@@ -28,8 +28,7 @@ scores of i + 1 only S before the last columns, dP when their dout^T P has been 
 and dS, parts changing hands in between. P and dS are rounded once, dS unscaled.
 """
 
-import cuda.bindings.driver as cuda  # noqa: I001
-import cutlass
+import cutlass  # noqa: I001
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
@@ -58,15 +57,7 @@ class Backward(Forward):
         super().__init__(plan)
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        strides: tuple[(Int64,) * len(STRIDES)],
-        scales: tuple[(Float32,) * len(SCALES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, strides, scales, ctas, stream):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         plan = self.plan
         load = cpasync.CopyBulkTensorTileG2SOp()
