@@ -530,12 +530,8 @@ def _wgmma() -> Iterator[Case]:
                         yield _wgmma_case(n, span, majors, exact, codes[span], registers=True)
 
 
-def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False) -> Case:
-    """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers."""
-    name = (
-        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
-        f"{'integers' if exact else 'random'}"
-    )
+def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 bits of A `[64, k]` and B `[n, k]`, of which the product takes the first 16 columns."""
     gen = rng(name)
     k = max(16, span // 2) if "K" in majors else 16
     make = (
@@ -543,7 +539,16 @@ def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, register
         if exact
         else (lambda shape: gen.standard_normal(shape).astype(np.float32))
     )
-    a, b = round_bf16(make((64, k))), round_bf16(make((n, k)))
+    return round_bf16(make((64, k))), round_bf16(make((n, k)))
+
+
+def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False) -> Case:
+    """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers."""
+    name = (
+        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
+        f"{'integers' if exact else 'random'}"
+    )
+    a, b = wgmma_operands(name, n, span, majors, exact)
     a_image, a_lead, a_stride = operand_image(a, span, majors[0] == "K")
     b_image, b_lead, b_stride = operand_image(b, span, majors[1] == "K")
     source = aligned(-(-(a_image.size + 1024 + b_image.size) // 16) * 16, np.uint8)
