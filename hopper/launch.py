@@ -29,6 +29,7 @@ from ..union_lists import (
     union_plan_of,
     union_plans,
 )  # fmt: skip
+from . import cache
 from .plan import (
     BLOCK_K,
     CHUNK,
@@ -137,6 +138,7 @@ def _check_tilelang() -> None:
 
 def _build() -> ModuleType:
     _check_tilelang()
+    cache.prepare()
     from . import build
 
     return build
