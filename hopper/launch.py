@@ -24,6 +24,7 @@ from ..union_lists import (
     TOKENS_PER_TILE,
     GroupCosts,
     UnionPlan,
+    room_for_lengths,
     sample_plan_of,
     sample_step,
     union_plan_of,
@@ -233,7 +234,7 @@ def _lists(
     rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
     # Lists of single tokens have no bits.
     bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
-    counts = torch.empty((B, len(tiles), G), dtype=torch.int32, device=device)
+    counts = room_for_lengths((B, len(tiles), G), device)
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
