@@ -30,6 +30,7 @@ from ..union_lists import (
     union_plan_of,
     union_plans,
 )  # fmt: skip
+from . import cache
 from .plan import (
     BLOCK_K,
     CHUNK,
@@ -57,6 +58,9 @@ COSTS = GroupCosts(
 )
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
+# Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
+# is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
+UNIT = 2.0**24
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
@@ -135,6 +139,7 @@ def _check_tilelang() -> None:
 
 def _build() -> ModuleType:
     _check_tilelang()
+    cache.prepare()
     from . import build
 
     return build
@@ -450,7 +455,7 @@ class _Sorter:
 
 def _in_order(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
-    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None,
+    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None,
     q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
@@ -515,11 +520,15 @@ def bwd(
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
-    build.kernel("preprocess", plan_of(problem))(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
+    # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
+    unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
+    build.kernel("preprocess", plan_of(problem))(
+        out, dout, lse, dlse, _sink(problem, attn_sink, device), stats, unit**0.5
+    )
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    scales = (scale_log2, float(sm_scale))
+    scales = (scale_log2, float(sm_scale), float(sm_scale) / unit)
     if deterministic:
         _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
     else:
@@ -533,6 +542,6 @@ def bwd(
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
-        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1))
+        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1), 1 / unit)
         return dq, rounded, d_sink
-    return dq, acc, d_sink
+    return dq, acc if unit == 1 else acc.mul_(1 / unit), d_sink
