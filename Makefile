@@ -53,7 +53,7 @@ sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the s
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
 fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
-	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 8 $(ARGS)
+	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
 
 peer-suites-h200: $(RUN_READY)  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
 	$(PY) -m tests.peer_suites $(ARGS)

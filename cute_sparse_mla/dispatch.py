@@ -306,9 +306,7 @@ def _chosen(
     try:
         known = _choices.get(key)
     except TypeError:  # sizes of a traced graph, which are symbols
-        return choose(
-            problem, device_type, capability, backend, config, which, call=call, deterministic=deterministic
-        )
+        return choose(problem, device_type, capability, backend, config, which, call=call, deterministic=deterministic)
     if known is not None:
         return known
     choice = choose(problem, device_type, capability, backend, config, which, call=call, deterministic=deterministic)

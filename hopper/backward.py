@@ -28,7 +28,8 @@ the others run ahead of it. There is one KV buffer: it comes free and is refille
                                                                   frees ds_free (last dS)
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
-sm_scale dS instead missed the per-row limit at large scores.
+sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
+`preprocess.py`, which dq loses with `dq_scale` = sm_scale / unit.
 
 A kernel that stores `TERMS` (`ordered.py`) or `FACTORS` (`products.py`) does the same for a part of each list, of which
 its `Indices` are a view from slot `slot_0` on; dq may start from the sums that the part before has left in `Sums`, in
@@ -43,7 +44,7 @@ from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE
+from .ptx import DKV_STREAM, LEAVE, SUBNORMAL
 from .tile import (
     PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
     selects, store_rows,
@@ -239,14 +240,14 @@ def build(plan: Plan) -> PrimFunc:
             T.fill(dq, 0)
 
     @T.macro
-    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, first, last):
+    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last):
         # Columns [first, last) of the tile, through the same columns of the KV buffer.
         if IN_PARTS and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
             for h, d in T.Parallel(ROWS, last - first):
-                dq[h, d] *= sm_scale
+                dq[h, d] = T.call_extern(fp32, "sparse_mla::product", dq[h, d], dq_scale)
             T.copy(dq, KV_s[:, first:last])
             store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
 
@@ -266,6 +267,7 @@ def build(plan: Plan) -> PrimFunc:
         Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
+        dq_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
@@ -279,7 +281,7 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + DKV_STREAM)
+            T.import_source(LEAVE + SUBNORMAL + DKV_STREAM)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             dO_s = T.alloc_shared([ROWS, D_V], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
@@ -407,8 +409,8 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
                         gather(3, KV_s, r0, c0, source, rows, kv_ready)
-                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, SPLIT)
-                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, SPLIT, D_V)
+                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, SPLIT)
+                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, SPLIT, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, rows_ready, ds_free, p_free.
@@ -458,8 +460,8 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(kv_free[0])
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[1])
-                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 0, 128)
-                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 128, HALF)
+                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
+                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
 
             # Does: stores dS and P; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             elif FACTORED:
@@ -525,6 +527,6 @@ def build(plan: Plan) -> PrimFunc:
                         )  # fmt: skip
                     T.barrier_arrive(p_free)
                 if TAIL:
-                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, sm_scale, D_V, D)
+                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D)
 
     return sparse_mla_bwd
