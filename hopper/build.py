@@ -39,4 +39,14 @@ PASS_CONFIGS = {
 @functools.cache
 def kernel(kind: str, plan: Plan | UnionPlan | TermPlan | SumPlan | PlacePlan | RepeatPlan) -> Callable[..., Any]:
     """The compiled kernel of this kind (a name of `BUILDERS`)."""
-    return cache.kept_or_not(lambda: tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS))
+    compiled = cache.kept_or_not(
+        lambda: tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)
+    )
+
+    def first_call(*arguments: Any) -> None:
+        # From here on a call goes straight to the host function: TileLang's adapter looks for outputs to allocate.
+        compiled.torch_function = compiled.adapter.get_exportable_executable()["main"]
+        compiled.torch_function(*arguments)
+
+    compiled.torch_function = first_call
+    return compiled
