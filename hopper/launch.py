@@ -442,7 +442,7 @@ def pieces_of(problem: Problem, tokens: int, multiprocessors: int) -> Pieces | N
         return None
     factors, state = BLOCK_K * FACTOR_COLUMNS * ITEM, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
     blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G
-    fixed = 8 * tokens * problem.K + 4 * problem.S_kv + 4  # lists, places
+    fixed = 2 * 8 * tokens * problem.K + 4 * (problem.S_kv + 1)  # lists of two groups; places, distinct rows
     wave, whole = max(1, multiprocessors), WORKSPACE // (blocks * factors + fixed)
     most = WORKSPACE // (factors + state + fixed)
     if a_tile > most:
@@ -479,12 +479,13 @@ def _by_products(
     sums = _scalar(device, 0.0, torch.float32)
     if pieces.slots < capacity:
         sums = torch.empty(ctas * ROWS * problem.D, dtype=torch.float32, device=device)
+    room = torch.empty(ctas * (problem.S_kv + 1), dtype=torch.int32, device=device)
     backward, find, multiply, repeat = _product_kernels(problem, tokens)
     gathers = _gathers_in_order(problem, tokens, pieces.tiles, indices, topk_length, q_positions, lists, listed=True)
     for gather in gathers:
-        B, L, G, _ = gather.slots.shape
-        places = torch.empty((B, L, G, problem.S_kv), dtype=torch.int32, device=device)
-        distinct = torch.empty((B, L, G), dtype=torch.int32, device=device)
+        tiles = gather.slots.shape[:3]
+        places = room[: tiles.numel() * problem.S_kv].view(*tiles, problem.S_kv)
+        distinct = room[ctas * problem.S_kv :][: tiles.numel()].view(tiles)
         for first in range(0, capacity, pieces.slots):
             taken = slice(first, first + pieces.slots)
             of_part = (gather.slots[..., taken], gather.bits[..., taken], *gather.tensors[2:])

@@ -50,7 +50,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tiles: int, tok
     room = 64 * (4 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
     lists = 16 * 64 * -(-tokens * case.K // 64) if tokens > 1 else 0
     if by_products(case, tokens):
-        room, lists = 64 * 256 + launch.ROWS * case.D * 4, 8 * tokens * case.K + 4 * case.S_kv + 4
+        room, lists = 64 * 256 + launch.ROWS * case.D * 4, 16 * tokens * case.K + 4 * (case.S_kv + 1)
     monkeypatch.setattr(launch, "WORKSPACE", ctas * (room + lists))
 
 
@@ -144,7 +144,7 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int], tokens: int
         ctas, listed = sizes.B * sizes.G * pieces.tiles, tokens * sizes.K
         assert pieces.slots % 64 == 0 and pieces.slots > 0 and 1 <= pieces.tiles <= launch.MOST_TILES
         sums = ctas * 64 * sizes.D * 4 if pieces.slots < listed else 0
-        held = ctas * (pieces.slots * 256 + 8 * listed + 4 * sizes.S_kv + 4) + sums
+        held = ctas * (pieces.slots * 256 + 16 * listed + 4 * (sizes.S_kv + 1)) + sums
         assert held <= launch.WORKSPACE < 256e6
     parts = launch.parts_of(sizes, tokens, 132)
     ctas = sizes.B * sizes.G * parts.tiles * launch._tiles(sizes)
