@@ -33,7 +33,9 @@ EVERYTHING = Case(
 TWO_TILES = Case(S=2, S_kv=30, H=72, D=512, K=70, positions="random", invalid="shuffled", packed=True)
 GROUPED = Case(S=3, S_kv=50, H=20, K=40, causal=True, length="random", duplicates=True, sink="random", dlse=True)
 CALLS = ((EVERYTHING, 1), (TWO_TILES, 1), (GROUPED, 2))
-MULTIPLIED = GROUPED.but(B=2, S_kv=140, H=40, G=2, invalid="shuffled")
+# Two blocks of rows of kv. Cases of products, and blocks of slots that a piece has room for, if not for all.
+TWO_ROW_BLOCKS = GROUPED.but(S_kv=140, invalid="shuffled")
+MULTIPLIED = ((TWO_ROW_BLOCKS.but(B=2, H=40, G=2), None), (TWO_ROW_BLOCKS.but(K=360), 2))
 
 
 def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor | None = None, **how: object) -> tuple[Tensor, ...]:
@@ -86,17 +88,23 @@ def test_contract(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @simulated
-def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same by products, repeated rows included; tiles one at a time, lists in two parts, two blocks of rows."""
+@pytest.mark.parametrize(("case", "blocks"), MULTIPLIED, ids=("whole", "pieces"))
+def test_products(case: Case, blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by products, repeated rows included."""
     observer = Races()
     with project_hopper.simulated(observer=observer) as recorder:
-        small_workspace(monkeypatch, MULTIPLIED, 1, 2)
+        from cute_sparse_mla.hopper import launch
+
+        if blocks:
+            held = blocks * 64 * 256 + 64 * 4 * case.D + 16 * 2 * case.K + 4 * (case.S_kv + 1)
+            monkeypatch.setattr(launch, "WORKSPACE", case.B * case.G * held)
         config = SparseAttentionConfig(tokens_per_tile=2)
-        judge_gradients(MULTIPLIED.inputs(seed=3), partial(backward, config=config))
+        judge_gradients(case.inputs(seed=3), partial(backward, config=config))
     clean(observer, recorder)
     names = [entry.kernel for entry in recorder.launches]
+    pieces = -(-case.S // 2) * -(-case.K * 2 // (64 * blocks)) if blocks else 1
     for name in ("sparse_mla_products_kernel", "sparse_mla_repeats_kernel"):
-        assert names.count(name) == -(-MULTIPLIED.S // 2) * -(-MULTIPLIED.K * 2 // 64)
+        assert names.count(name) == pieces
 
 
 SHARED = (
