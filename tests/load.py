@@ -249,14 +249,14 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = {
-    "mixed-calls": Subject(partial(mixed_calls, calls=10_000), 150),
+    "mixed-calls": Subject(partial(mixed_calls, calls=10_000), 90),
     "cold-cache": Subject(cold_cache, 60),
-    "killed-compile": Subject(killed_compile, 60),
-    "unwritable-cache": Subject(unwritable_cache, 40),
-    "full-cache": Subject(partial(in_a_process, FULL), 60),
+    "killed-compile": Subject(killed_compile, 90),
+    "unwritable-cache": Subject(unwritable_cache, 60),
+    "full-cache": Subject(partial(in_a_process, FULL), 80),
     "fork": Subject(partial(in_a_process, FORKED), 60),
     "threads": Subject(partial(in_a_process, THREADS), 120),
-    "out-of-memory": Subject(out_of_memory, 60),
+    "out-of-memory": Subject(out_of_memory, 45),
 }
 
 
