@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -115,8 +116,11 @@ SHARED = (
 
 @simulated
 @pytest.mark.parametrize(("case", "tokens"), SHARED, ids=("terms", "products"))
-def test_schedules_change_nothing(case: Case, tokens: int) -> None:
+def test_schedules_change_nothing(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adversarial schedules of CTAs whose terms belong to the same rows: bit for bit."""
+    from cute_sparse_mla.hopper import launch
+
+    monkeypatch.setattr(launch, "PRODUCTS_PAY", (0, launch.PRODUCTS_PAY[1]))
     assert by_products(case, tokens) == (tokens > 1)
     i = case.inputs(seed=4)
     out, lse = Judge(i).budget_forward()
@@ -195,13 +199,16 @@ def test_contract_on_a_gpu(case: Case, small: bool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("heads", (8, 64))
-def test_a_hundred_times_on_a_gpu(heads: int) -> None:
-    """Bitwise equal, grouped and not, the default's dkv not; dq is the default's."""
+def test_a_hundred_times_on_a_gpu(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise equal, grouped and not, by products and by terms; the default's dkv not. By terms dq is the default's."""
+    from cute_sparse_mla.hopper import launch
+
     case = Case(S=500, S_kv=600, H=heads, K=512, sink="random", causal=True, duplicates=True)
     i = case.inputs(device="cuda")
     out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **i.options)
     single = dict(dkv_dtype=torch.float32, config=SparseAttentionConfig(tokens_per_tile=1))
-    for given in ({}, single):
+    for pay, given in itertools.product((launch.PRODUCTS_PAY, (0, 0)), ({}, single)):
+        monkeypatch.setattr(launch, "PRODUCTS_PAY", pay)
         first = backward(i, out, lse, **given)
         for _ in range(99):
             assert all(torch.equal(a, b) for a, b in zip(first, backward(i, out, lse, **given), strict=True))
