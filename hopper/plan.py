@@ -52,7 +52,7 @@ class Plan:
         parts = {
             f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
             f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,
-            "slot validity or bits, row max, row sum": 2 * BLOCK_K * 4 + 4 * ROWS * 4,
+            "slot validity or bits, row max, row sum, sinks": 2 * BLOCK_K * 4 + 5 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
         if self.D == D_V:
