@@ -36,17 +36,20 @@ the part before has left in `Sums`, in fp32 and unscaled, and leave its own ther
 """
 
 import tilelang.language as T  # noqa: I001
+from tilelang.layout import Fragment
 from tvm.tirx import PrimFunc
 
 from .plan import (
     BLOCK_K, CHUNK, COPY_REGISTERS, D_V, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE
+from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, WGMMA_TYPE
 from .tile import (
     PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
     selects, store_rows,
 )  # fmt: skip
+
+COPIES = 1  # named barrier of the copy warpgroup
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -62,8 +65,16 @@ def build(plan: Plan) -> PrimFunc:
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
     SPLIT = HALF + 128
+    DTYPE = WGMMA_TYPE[dtype]
     # Columns of KV that are gathered, and come free, together.
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
+    # Of the products of scores: the first, more, the last with the tail of S^T.
+    PARTS = (0, 1, 1, 2 if TAIL else 1)
+    # Of a [64 x 64] accumulator, by threads.
+    ACCUMULATOR = Fragment(
+        [BLOCK_K, ROWS],
+        forward_fn=lambda k, h: (k // 16 * 32 + k % 8 * 4 + h % 8 // 2, h // 8 * 4 + k % 16 // 8 * 2 + h % 2),
+    )
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv or its terms, and of the sums of dq between parts.
@@ -78,74 +89,65 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.macro
-    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, kv_base, idx, rows, source):
-        # Rows of block i from the indices read before, and the indices of block i + 1.
-        for r in T.unroll(PASSES):
-            rows[r] = T.if_then_else(
-                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
-            )
-            source[r] = T.call_extern(
-                i64, "sparse_mla::address", T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + c0], "r", VECTOR)
-            )
-            idx[r] = -1
-            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
-                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
-
-    @T.macro
-    def gather(n, KV_s, r0, c0, source, rows, kv_ready):
-        # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
+    def gather(n, i, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready):
+        # A group of columns of the 64 rows of block i; an invalid slot is filled with zeros and not read.
         first, last = GROUPS[n]
         for r in T.unroll(PASSES):
             T.call_extern(
-                "handle", f"sparse_mla::gather_row<{last - first}>",
-                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), source[r] + first * ITEM, rows[r] >= 0,
+                "handle", f"sparse_mla::gather_row<{last - first}, {first * ITEM}>",
+                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), kv, slot_row[i & 1, r * 16 + r0], row_bytes,
             )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def say_rows(slot_row, buffer, rows, lane, r0):
-        if lane % 8 == 0:
-            for r in T.unroll(PASSES):
-                slot_row[buffer, r * 16 + r0] = rows[r]
+    def say_row(i, idx, limit, slot_row, lane):
+        # Which row of kv a slot of block i is, negative where it is invalid.
+        if lane < BLOCK_K:
+            slot_row[i & 1, lane] = T.if_then_else(
+                (T.cast(idx, i64) >= 0) & (T.cast(idx, i64) < limit), T.cast(idx, "int32"), -1
+            )
+        T.sync_threads(COPIES, WARPGROUP)
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
+        i, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes, kv_ready, rows_ready
     ):
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
-            say_rows(slot_row, i & 1, rows, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
-        gather(0, KV_s, r0, c0, source, rows, kv_ready)
+        gather(0, i, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
         if TOKENS == 1:
-            say_rows(slot_row, i & 1, rows, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
-    def scores(n, i, KV_s, Q_s, dO_s, s, dp, kv_ready):
+    def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
         first, last = GROUPS[n]
         T.barrier_wait(kv_ready[n], i & 1)
         T.fence_proxy_async()
-        T.wgmma_gemm(KV_s[:, first:last], Q_s[:, first:last], s, transpose_B=True, clear_accum=n == 0)
-        last = min(last, D_V)
-        T.wgmma_gemm(KV_s[:, first:last], dO_s[:, first:last], dp, transpose_B=True, clear_accum=n == 0)
+        T.call_extern(
+            "handle", f"sparse_mla::scores<{DTYPE}, {PARTS[n]}>",
+            s.data, dp.data, T.access_ptr(KV_s[0, first], "r", 1), T.access_ptr(QdO_s[0, first], "r", 1),
+        )  # fmt: skip
+
+    def stage_of(QdO_s, P_s):
+        # Of P's place, which with a tail is where dout has none.
+        return T.access_ptr(QdO_s[ROWS, D_V] if TAIL else P_s[0], "r", 1)
 
     @T.macro
     def turn_and_keep(acc, kept, stage):
-        T.call_extern("handle", "sparse_mla::turn_and_keep", acc.data, kept.data, T.access_ptr(stage[0], "r", 1))
+        T.call_extern("handle", "sparse_mla::turn_and_keep", acc.data, kept.data, stage_of(*stage))
 
     @T.macro
     def turn_kept(kept, stage):
-        T.call_extern("handle", "sparse_mla::turn<2>", kept.data, T.access_ptr(stage[0], "r", 1))
+        T.call_extern("handle", "sparse_mla::turn<2>", kept.data, stage_of(*stage))
 
     @T.macro
     def add(n, valid, stage, to, rows, row_bytes):
         # Half of what was turned: rows[n] and those of the other lanes.
         T.call_extern(
-            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", T.access_ptr(stage[0], "r", 1), to[0], rows[n],
-            row_bytes,
-        )  # fmt: skip
+            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", stage_of(*stage), to[0], rows[n], row_bytes
+        )
 
     @T.macro
     def scale(acc, sm_scale):
@@ -153,55 +155,53 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(
-        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale
-    ):
+    def chunk(end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale):
         # Adds of the chunk of columns up to `end` while the next one is computed.
-        T.wgmma_gemm(dS_s, Q_s[:, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
+        T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
             T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
-        add(0, valid, P_s, to, rows, row_bytes)
-        add(1, valid, P_s, to, rows, row_bytes)
-        turn_kept(kept, P_s)
+        add(0, valid, stage, to, rows, row_bytes)
+        add(1, valid, stage, to, rows, row_bytes)
+        turn_kept(kept, stage)
         T.wait_wgmma(0)
         if frees:
             T.barrier_arrive(freed)
         scale(acc, sm_scale)
-        T.wgmma_gemm(p, dO_s[:, end - 2 * CHUNK : end - CHUNK], acc)
-        add(2, valid, P_s, to, rows, row_bytes)
-        add(3, valid, P_s, to, rows, row_bytes)
+        T.wgmma_gemm(p, QdO_s[ROWS:, end - 2 * CHUNK : end - CHUNK], acc)
+        add(2, valid, stage, to, rows, row_bytes)
+        add(3, valid, stage, to, rows, row_bytes)
         T.wait_wgmma(0)
         to[0] -= CHUNK * 4
-        turn_and_keep(acc, kept, P_s)
+        turn_and_keep(acc, kept, stage)
 
     @T.macro
     def stream(
-        valid, i, blocks, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready,
-        ds_free, tail_free,
+        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
+        tail_free,
     ):  # fmt: skip
         # All chunks of a block, the last columns first: those of the tail have no P^T dO.
-        turn_and_keep(acc, kept, P_s)
+        turn_and_keep(acc, kept, stage)
         if TAIL:
             chunk(
-                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes,
+                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes,
                 sm_scale,
             )  # fmt: skip
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
-                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s,
-                KV_s, to, rows, row_bytes, sm_scale,
+                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s,
+                stage, to, rows, row_bytes, sm_scale,
             )  # fmt: skip
         if i + 1 < blocks:
             T.barrier_wait(ds_ready, (i + 1) & 1)
         # The next block's first; after the last block of no use.
-        T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
-        add(0, valid, P_s, to, rows, row_bytes)
-        add(1, valid, P_s, to, rows, row_bytes)
-        turn_kept(kept, P_s)
+        T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
+        add(0, valid, stage, to, rows, row_bytes)
+        add(1, valid, stage, to, rows, row_bytes)
+        turn_kept(kept, stage)
         T.wait_wgmma(0)
         scale(acc, sm_scale)
-        add(2, valid, P_s, to, rows, row_bytes)
-        add(3, valid, P_s, to, rows, row_bytes)
+        add(2, valid, stage, to, rows, row_bytes)
+        add(3, valid, stage, to, rows, row_bytes)
         to[0] += (D - CHUNK) * 4
 
     @T.macro
@@ -253,13 +253,17 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + DKV_STREAM)
-            Q_s = T.alloc_shared([ROWS, D], dtype)
-            dO_s = T.alloc_shared([ROWS, D_V], dtype)
+            T.import_source(LEAVE + OPERAND + STACKED_SCORES + DKV_STREAM)
+            # q, and below it dout, so that one product takes kv to both.
+            QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
-            P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
+            if TAIL:  # noqa: SIM108
+                P_s = QdO_s
+            else:
+                P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
+            stage = (QdO_s, P_s)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             # Who selected a slot, bit t for token t.
@@ -324,8 +328,8 @@ def build(plan: Plan) -> PrimFunc:
 
                 # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
                 if blocks > 0:
-                    load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                    load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
+                    load_rows(Q, QdO_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                    load_rows(dO, QdO_s, ROWS, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
                 if lane < ROWS:
                     token, head = if_exists(lane, TOKENS, heads, left)
                     for v in T.unroll(3):
@@ -335,51 +339,54 @@ def build(plan: Plan) -> PrimFunc:
                             T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
                         )
 
-                idx = T.alloc_local([4], idx_t)
-                rows = T.alloc_local([4], "int32")
-                source = T.alloc_local([4], i64)
-                for r in T.unroll(4):
-                    idx[r] = -1
-                    if r * 16 + r0 < length:
-                        idx[r] = Indices[b, ti, g, r * 16 + r0]
-                dq_2 = T.alloc_fragment([ROWS, 128], fp32)
-                dq_3 = T.alloc_fragment([ROWS, 128], fp32)
-                start_dq(dq_2, Sums, starts, cta, HALF, SPLIT)
-                start_dq(dq_3, Sums, starts, cta, SPLIT, D_V)
+                # Of a thread's slot, one block ahead of what is gathered.
+                idx = T.alloc_var(idx_t)
+                idx = -1
+                if (lane < BLOCK_K) & (lane < length):
+                    idx = Indices[b, ti, g, lane]
+                kv = T.alloc_var(i64)
+                kv = T.call_extern(i64, "sparse_mla::address", T.access_ptr(KV[0, 0, 0, kv_base + c0], "r", VECTOR))
+                row_bytes = ks * ITEM
+                dq_r = T.alloc_fragment([ROWS, HALF], fp32)
+                start_dq(dq_r, Sums, starts, cta, HALF, D_V)
 
-                next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
+                say_row(0, idx, limit, slot_row, lane)
+                idx = -1
+                if (lane < BLOCK_K) & (BLOCK_K + lane < length):
+                    idx = Indices[b, ti, g, BLOCK_K + lane]
                 if blocks > 0:
                     gather_first(
-                        0, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
-                        kv_ready, rows_ready,
+                        0, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes, kv_ready,
+                        rows_ready,
                     )  # fmt: skip
-                    gather(1, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(2, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(1, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                    gather(2, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                    gather(3, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
                 # Iteration i finishes block i and gathers the next.
                 for i in T.serial(blocks):
                     T.barrier_wait(ds_ready, i & 1)
-                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, kv_base, idx, rows, source)
+                    say_row(i + 1, idx, limit, slot_row, lane)
+                    idx = -1
+                    if (lane < BLOCK_K) & ((i + 2) * BLOCK_K + lane < length):
+                        idx = Indices[b, ti, g, (i + 2) * BLOCK_K + lane]
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                            i + 1, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes,
                             kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
-                        gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(1, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
-                    T.wgmma_gemm(dS_s, KV_s[:, HALF:SPLIT], dq_2, transpose_A=True)
-                    T.wgmma_gemm(dS_s, KV_s[:, SPLIT:D_V], dq_3, transpose_A=True)
+                    T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(ds_free)
                     if i < blocks - 1:
-                        gather(2, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(2, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
-                        gather(3, KV_s, r0, c0, source, rows, kv_ready)
-                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, SPLIT)
-                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, SPLIT, D_V)
+                        gather(3, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, rows_ready, ds_free, p_free.
@@ -387,37 +394,40 @@ def build(plan: Plan) -> PrimFunc:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
                 dp = T.alloc_fragment([BLOCK_K, ROWS], fp32)
+                T.annotate_layout({s: ACCUMULATOR, dp: ACCUMULATOR})
                 p = T.alloc_fragment([BLOCK_K, ROWS], dtype)
+                ds = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 dq_0 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_1 = T.alloc_fragment([ROWS, 128], fp32)
                 start_dq(dq_0, Sums, starts, cta, 0, 128)
                 start_dq(dq_1, Sums, starts, cta, 128, HALF)
                 for i in T.serial(blocks):
-                    scores(0, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(1, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(2, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(3, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    scores(0, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(1, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
                     T.barrier_wait(rows_ready, i & 1)
-                    T.wait_wgmma(1)
+                    T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
-                        s[k, h] = T.if_then_else(
+                        s[k, h] = T.Select(
                             slot_row[i & 1, k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], h, TOKENS),
                             T.exp2(s[k, h] * scale_log2 - stats[0, h]),
                             T.float32(0),
                         )
-                    T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
-                        dp[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
+                        ds[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
                     for k, h in T.Parallel(BLOCK_K, ROWS):
-                        s[k, h] *= stats[1, h]
-                    T.copy(s, p)
+                        p[k, h] = s[k, h] * stats[1, h]
                     T.barrier_wait(ds_free, (i & 1) ^ 1)
-                    T.copy(dp, dS_s)
+                    T.call_extern(
+                        "handle", "sparse_mla::store_operand", ds.data,
+                        T.access_ptr(dS_s[tx // 32 * 16 + tx % 16, tx % 32 // 16 * 8], "w", 1),
+                    )  # fmt: skip
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
                     T.barrier_wait(p_free, (i & 1) ^ 1)
-                    T.call_extern("handle", "sparse_mla::give", p.data, T.access_ptr(P_s[0], "r", 1))
+                    T.call_extern("handle", "sparse_mla::give", p.data, stage_of(*stage))
                     T.barrier_arrive(p_ready)
                     T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
                     T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
@@ -451,7 +461,7 @@ def build(plan: Plan) -> PrimFunc:
                 kept = T.alloc_local([16], fp32)
                 if blocks > 0:
                     T.barrier_wait(ds_ready, 0)
-                    T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
+                    T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
                     T.wait_wgmma(0)
                     scale(acc, sm_scale)
                 for i in T.serial(blocks):
@@ -460,20 +470,20 @@ def build(plan: Plan) -> PrimFunc:
                         if ORDERED:
                             my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
                     T.barrier_wait(p_ready, i & 1)
-                    T.call_extern("handle", "sparse_mla::take", p_b.data, T.access_ptr(P_s[0], "r", 1))
+                    T.call_extern("handle", "sparse_mla::take", p_b.data, stage_of(*stage))
                     if not TAIL:
-                        T.wgmma_gemm(p_b, dO_s[:, D - CHUNK :], acc)
+                        T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
                     # Adds that ask for no validity: ptxas makes a branch of every predicated one.
                     if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_row[i & 1, 0], "r", 1)) != 0:
                         stream(
-                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
-                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, stage, to, my_rows, row_bytes,
+                            sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     else:
                         stream(
-                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
-                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, stage, to, my_rows, row_bytes,
+                            sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     T.barrier_arrive(p_free)
                 if TAIL:

@@ -203,7 +203,7 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                load_rows(Q, Q_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
                 T.cp_async_barrier_noinc(q_ready)
 
                 idx = T.alloc_local([8], idx_t)

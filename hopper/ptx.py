@@ -3,14 +3,17 @@
 DKV_STREAM = r"""
 namespace sparse_mla {
 __device__ __forceinline__ long long address(const void *from) { return reinterpret_cast<long long>(from); }
-// 16 bytes of every 64 columns of a row, counted from `to` and `from`; zeros, without a read, if the slot is invalid.
-// In the 128-byte swizzle of shared memory 64 columns of 64 rows are one piece of 8 KB.
-template <int Columns> __device__ __forceinline__ void gather_row(const void *to, long long from, bool valid) {
+// 16 bytes of every 64 columns, from byte `First` on, of a row of those that begin at `kv` every `stride` bytes; zeros,
+// without a read, if the row is negative. In the 128-byte swizzle of shared memory 64 columns of 64 rows are one piece
+// of 8 KB.
+template <int Columns, int First>
+__device__ __forceinline__ void gather_row(const void *to, long long kv, int row, long long stride) {
   const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const long long from = kv + (row < 0 ? 0 : row) * stride;
 #pragma unroll
   for (int u = 0; u < Columns / 64; ++u)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + 8192 * u), "l"(from + 128 * u),
-                 "r"(valid ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + 8192 * u), "l"(from + First + 128 * u),
+                 "r"(row < 0 ? 0 : 16)
                  : "memory");
 }
 
@@ -126,6 +129,45 @@ __device__ __forceinline__ int all_valid(const void *rows) {
 }
 }  // namespace sparse_mla
 """
+
+STACKED_SCORES = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
+namespace sparse_mla {
+// S^T and dP^T [64 x 64] of 128 columns in one product of 64 slots of kv and 128 rows, those of q with those of dout
+// below them: kv is read once, which two products would each do. `Part` 0 begins, 2 adds to S^T the 64 columns of the
+// tail, which dout has not. In shared memory 64 columns are a piece of 64 and of 128 rows of 128 bytes.
+template <tl::DataType Type, int Part>
+__device__ __forceinline__ void scores(const void *s, const void *dp, const void *kv, const void *q_dout) {
+  float *const halves[2] = {static_cast<float *>(const_cast<void *>(s)), static_cast<float *>(const_cast<void *>(dp))};
+  float c[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) c[i] = halves[i / 32][i % 32];
+  tl::GmmaDescriptor a, b;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(kv));
+  tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(q_dout));
+  tl::warpgroup_fence_operand(c, 64);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 128, 16, false, false, 1, 1>(
+        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 16384 + k % 4 * 32) >> 4)),
+        reinterpret_cast<uint32_t *>(c), Part > 0 || k > 0);
+  if constexpr (Part == 2)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+          uint64_t(a + ((2 * 8192 + k * 32) >> 4)), uint64_t(b + ((2 * 16384 + k * 32) >> 4)),
+          reinterpret_cast<uint32_t *>(c), 1);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(c, 64);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) halves[i / 32][i % 32] = c[i];
+}
+}  // namespace sparse_mla
+"""
+# Types of matrix operands in it.
+WGMMA_TYPE = {"bfloat16": "tl::DataType::kBFloat16", "float16": "tl::DataType::kFloat16"}
 
 GATHER = r"""
 namespace sparse_mla {
