@@ -57,8 +57,8 @@ class L2Flush:
         self.buffer.zero_()
 
 
-def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    """A function that replays `function` from a CUDA graph; capture errors are raised."""
+def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """A function that replays `function` from a CUDA graph, into the same outputs; capture errors are raised."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -69,8 +69,9 @@ def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], 
         with torch.cuda.graph(graph):
             outputs = function()
 
-    def replay(keep: Any = outputs) -> None:
+    def replay() -> Any:
         graph.replay()
+        return outputs
 
     return replay
 

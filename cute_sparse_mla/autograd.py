@@ -19,6 +19,7 @@ from torch import Tensor
 from . import dispatch, env, validation
 from .config import SparseAttentionConfig, decode
 from .errors import SparseMLAError
+from .problem import Problem
 from .validation import BackwardCall
 
 _LIB = "cute_sparse_mla"
@@ -47,7 +48,8 @@ def fwd_op(
         q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
     scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
-    return dispatch.forward(call, scale, backend, config, _lists(plan_rows, plan_bits, plan_lengths, plan_chosen))
+    lists = _lists(call.problem, plan_rows, plan_bits, plan_lengths, plan_chosen)
+    return dispatch.forward(call, scale, backend, config, lists)
 
 
 @fwd_op.register_fake
@@ -76,7 +78,7 @@ def bwd_op(
         q, kv, out, dout, indices, lse, dlse, None, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
     scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
-    lists = _lists(plan_rows, plan_bits, plan_lengths, plan_chosen)
+    lists = _lists(call.problem, plan_rows, plan_bits, plan_lengths, plan_chosen)
     dq, dkv, d_sink = dispatch.backward(call, scale, deterministic, backend, config, lists)
     return dq, dkv, _d_sink_output(q, d_sink)
 
@@ -108,7 +110,7 @@ def bwd_add_op(
         q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink
     )
     scale = validation.scale_of(sm_scale, traced_scale, q.shape[-1])
-    lists = _lists(plan_rows, plan_bits, plan_lengths, plan_chosen)
+    lists = _lists(call.problem, plan_rows, plan_bits, plan_lengths, plan_chosen)
     dq, _, d_sink = dispatch.backward(call, scale, deterministic, backend, config, lists)
     return dq, _d_sink_output(q, d_sink)
 
@@ -171,22 +173,50 @@ def _(
     return rows, bits, indices.new_empty(shape, dtype=torch.int32), indices.new_empty(1, dtype=torch.int32)
 
 
-def _grouped_lists(
+@torch.library.custom_op(f"{_LIB}::lists", mutates_args=())
+def lists_op(
     indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
     heads_per_group: int, causal: bool, config: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `plan`, for as many tokens a tile as the kernels of such a call try; empty tensors where that is one."""
+    """As `plan`, for as many tokens a tile as the kernels of such a call try; empty tensors where that is one.
+
+    Rows, bits and lengths come flat, one element beyond the lengths: a graph for all numbers of tokens may not ask
+    whether there is a single tile, and the strides of a tensor with an axis of tiles depend on it.
+    """
     problem = (indices, q_positions, topk_length, kv_shape, heads_per_group, causal)
     tokens, decide = group_size(*problem, decode(config), backend)
     if tokens == 1:
-        rows, bits, lengths, chosen = (indices.new_empty(0, dtype=torch.int32) for _ in range(4))
-        return rows, bits, lengths, chosen
-    return plan_op(*problem, tokens, decide, backend)
+        return _no_lists(indices)
+    rows, bits, lengths, chosen = plan_op(*problem, tokens, decide, backend)
+    # Lists are made with room for one length more.
+    return rows.view(-1), bits.view(-1), lengths.as_strided((lengths.numel() + 1,), (1,)), chosen
 
 
-# The same for fake tensors: what it asks of a device holds for them, too.
-lists_op = torch.library.custom_op(f"{_LIB}::lists", _grouped_lists, mutates_args=())
-lists_op.register_fake(_grouped_lists)
+@lists_op.register_fake
+def _(
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int],
+    heads_per_group: int, causal: bool, config: str, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    # What the op asks of a device holds for a fake one, too.
+    tokens, _ = group_size(
+        indices, q_positions, topk_length, kv_shape, heads_per_group, causal, decode(config), backend
+    )
+    if tokens == 1:
+        return _no_lists(indices)
+    call = validation.lists(
+        indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
+    )
+    B, S, G, K = call.indices.shape
+    lists = B * -(-S // tokens) * G
+    rows, bits, lengths, chosen = (
+        indices.new_empty(size, dtype=torch.int32) for size in (*[lists * tokens * K] * 2, lists + 1, 1)
+    )
+    return rows, bits, lengths, chosen
+
+
+def _no_lists(indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, bits, lengths, chosen = (indices.new_empty(0, dtype=torch.int32) for _ in range(4))
+    return rows, bits, lengths, chosen
 
 
 def group_size(
@@ -204,10 +234,18 @@ def group_size(
         return 1, False
 
 
-def _lists(*lists: Tensor | None) -> tuple[Tensor, ...] | None:
+def _lists(problem: Problem, *lists: Tensor | None) -> tuple[Tensor, ...] | None:
+    """The lists that an op was given, with their axes; see `lists_op`."""
     given = tuple(tensor for tensor in lists if tensor is not None)
     # Empty ones are those of `lists_op` where nothing is grouped.
-    return given if given and given[0].numel() else None
+    if not given or not given[0].numel():
+        return None
+    rows, bits, lengths, *chosen = given
+    if rows.dim() == 1:
+        shape = (problem.B, -1, problem.G)
+        lengths = lengths[:-1].view(shape)
+        rows, bits = (tensor.view(*lengths.shape, -1) for tensor in (rows, bits))
+    return rows, bits, lengths, *chosen
 
 
 def _d_sink_output(q: Tensor, d_sink: Tensor | None) -> Tensor:

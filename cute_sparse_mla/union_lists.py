@@ -83,6 +83,12 @@ def group_size(problem: Problem, rows: int) -> int:
     return max((t for t in TOKENS_PER_TILE if t * problem.heads_per_group <= rows), default=1)
 
 
+def room_for_lengths(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Lengths `[B, L, G]` of lists, to be filled, in memory for one more: see `autograd.lists_op`."""
+    B, L, G = shape
+    return torch.empty(B * L * G + 1, dtype=torch.int32, device=device)[:-1].view(shape)
+
+
 @dataclass(frozen=True)
 class GroupCosts:
     """What groups cost on one architecture.

@@ -28,7 +28,8 @@ the others run ahead of it. There is one KV buffer: it comes free and is refille
                                                                   frees ds_free (last dS)
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
-sm_scale dS instead missed the per-row limit at large scores.
+sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
+`preprocess.py`, which dq loses with `dq_scale` = sm_scale / unit.
 
 An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view from slot
 `slot_0` on. The terms of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that
@@ -43,7 +44,7 @@ from .plan import (
     BLOCK_K, CHUNK, COPY_REGISTERS, D_V, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, WGMMA_TYPE
+from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .tile import (
     PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
     selects, store_rows,
@@ -122,7 +123,7 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
-        first, last = GROUPS[n]
+        first = GROUPS[n][0]
         T.barrier_wait(kv_ready[n], i & 1)
         T.fence_proxy_async()
         T.call_extern(
@@ -155,7 +156,9 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale):
+    def chunk(
+        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale
+    ):
         # Adds of the chunk of columns up to `end` while the next one is computed.
         T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
@@ -176,8 +179,8 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def stream(
-        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
-        tail_free,
+        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale, ds_ready,
+        ds_free, tail_free,
     ):  # fmt: skip
         # All chunks of a block, the last columns first: those of the tail have no P^T dO.
         turn_and_keep(acc, kept, stage)
@@ -213,14 +216,14 @@ def build(plan: Plan) -> PrimFunc:
             T.fill(dq, 0)
 
     @T.macro
-    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, first, last):
+    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last):
         # Columns [first, last) of the tile, through the same columns of the KV buffer.
         if ORDERED and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
             for h, d in T.Parallel(ROWS, last - first):
-                dq[h, d] *= sm_scale
+                dq[h, d] = T.call_extern(fp32, "sparse_mla::product", dq[h, d], dq_scale)
             T.copy(dq, KV_s[:, first:last])
             store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
 
@@ -240,6 +243,7 @@ def build(plan: Plan) -> PrimFunc:
         Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
+        dq_scale: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
@@ -253,7 +257,7 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + OPERAND + STACKED_SCORES + DKV_STREAM)
+            T.import_source(LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
@@ -386,7 +390,7 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
                         gather(3, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
-                leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, sm_scale, HALF, D_V)
+                leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, rows_ready, ds_free, p_free.
@@ -435,8 +439,8 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(kv_free[0])
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[1])
-                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 0, 128)
-                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, sm_scale, 128, HALF)
+                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
+                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
 
             # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:
@@ -487,6 +491,6 @@ def build(plan: Plan) -> PrimFunc:
                         )  # fmt: skip
                     T.barrier_arrive(p_free)
                 if TAIL:
-                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, sm_scale, D_V, D)
+                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D)
 
     return sparse_mla_bwd

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang
 
 from ..union_lists import UnionPlan
-from . import backward, forward, ordered, postprocess, preprocess, unions
+from . import backward, cache, forward, ordered, postprocess, preprocess, unions
 from .plan import Plan, SumPlan, TermPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
@@ -36,4 +36,4 @@ PASS_CONFIGS = {
 @functools.cache
 def kernel(kind: str, plan: Plan | UnionPlan | TermPlan | SumPlan) -> Callable[..., Any]:
     """The compiled kernel of this kind (a name of `BUILDERS`)."""
-    return tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)
+    return cache.kept_or_not(lambda: tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS))

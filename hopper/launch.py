@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +24,13 @@ from ..union_lists import (
     TOKENS_PER_TILE,
     GroupCosts,
     UnionPlan,
+    room_for_lengths,
     sample_plan_of,
     sample_step,
     union_plan_of,
     union_plans,
 )  # fmt: skip
+from . import cache
 from .plan import (
     BLOCK_K,
     CHUNK,
@@ -56,6 +58,12 @@ COSTS = GroupCosts(
 )
 # Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
 FORWARD_MAY_LOSE = 1.05
+# Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
+# is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
+UNIT = 2.0**24
+# Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
+# waves, 77.4 of two; over 32,768 rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
+FAR, LEAST_ADDS, FAR_WAVES = 2, 2.0, 2
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
@@ -80,7 +88,12 @@ def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
 
 def sorts_rows(problem: Problem) -> bool:
     """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
-    return problem.S_kv * problem.G * problem.D * 4 > L2_BYTES
+    return dkv_bytes(problem) > L2_BYTES
+
+
+def dkv_bytes(problem: Problem) -> int:
+    """Of fp32 dkv of one batch entry."""
+    return problem.S_kv * problem.G * problem.D * 4
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -134,6 +147,7 @@ def _check_tilelang() -> None:
 
 def _build() -> ModuleType:
     _check_tilelang()
+    cache.prepare()
     from . import build
 
     return build
@@ -195,6 +209,19 @@ def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
     return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
+def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
+    """Tiles along the sequence of a backward's launch that takes rows in order.
+
+    Its CTAs start at the first row together and drift apart. Where dkv is far larger than the L2, and the CTAs of a
+    wave add to most rows more than once, launches of few waves keep them together.
+    """
+    a_tile, units = problem.B * problem.G * _tiles(problem), env.multiprocessors(device)
+    adds = units * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
+    if dkv_bytes(problem) <= FAR * L2_BYTES or adds < LEAST_ADDS:
+        return problem.S
+    return max(1, FAR_WAVES * units // a_tile)
+
+
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
     decide: bool = False,
@@ -228,7 +255,7 @@ def _lists(
     rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
     # Lists of single tokens have no bits.
     bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
-    counts = torch.empty((B, len(tiles), G), dtype=torch.int32, device=device)
+    counts = room_for_lengths((B, len(tiles), G), device)
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
@@ -270,7 +297,8 @@ def _gathers(
 ) -> Iterator[Gather]:  # fmt: skip
     """What runs: one kernel, or two of which the device chooses. A plan's lists are taken, others made.
 
-    `in_order` wants lists for single tokens too, which are made for as many tokens at a time as `SORT_BYTES` hold.
+    `in_order` wants lists for single tokens too, made for as many tokens at a time as `SORT_BYTES` hold, and maybe a
+    kernel for a few tiles at a time.
     """
     device, bounds = indices.device, (topk_length, q_positions)
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
@@ -280,7 +308,8 @@ def _gathers(
     if tokens > 1:
         made = lists or make_lists(problem, tokens, indices, *bounds, decide)
         chosen, wanted = (made[3], 1) if decide else (chosen, -1)
-        yield Gather(tokens, *made[:3], positions, chosen, wanted, (0, 1, 0))
+        step = _tiles_at_once(problem, tokens, device) if in_order else made[0].shape[1]
+        yield from _launches(step, tokens, made, positions, chosen, wanted, 0)
         if not decide:
             return
         wanted = 0
@@ -290,15 +319,25 @@ def _gathers(
         yield Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)
         return
     B, S, G, K = indices.shape
-    step = max(1, SORT_BYTES // (4 * B * G * K))
+    step = _tiles_at_once(problem, 1, device)
+    listed = max(1, SORT_BYTES // (4 * B * G * K))
     nothing = torch.empty((1, 2), dtype=torch.int32, device=device)
-    for first in range(0, S, step):
-        tiles = range(first, min(first + step, S))
+    for first in range(0, S, listed):
+        tiles = range(first, min(first + listed, S))
         made = _lists(
             problem, union_plan_of(problem, 1), tiles, indices, *bounds, samples=nothing, gate=chosen, wanted=wanted
         )
-        yield Gather(1, *made[:3], positions, chosen, wanted, (0, 1, 0), first)
+        yield from _launches(step, 1, made, positions, chosen, wanted, first)
         del made
+
+
+def _launches(
+    step: int, tokens: int, made: Sequence[Tensor], positions: Tensor, chosen: Tensor, wanted: int, tile_0: int
+) -> Iterator[Gather]:
+    """The lists `made` for the tiles from `tile_0`, so many tiles a launch."""
+    for first in range(0, made[0].shape[1], step):
+        some = (part[:, first : first + step] for part in made[:3])
+        yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
 def fwd(
@@ -449,7 +488,7 @@ class _Sorter:
 
 def _in_order(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
-    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, float], topk_length: Tensor | None,
+    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None,
     q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
@@ -514,11 +553,15 @@ def bwd(
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
         dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
-    build.kernel("preprocess", plan_of(problem))(out, dout, lse, dlse, _sink(problem, attn_sink, device), stats)
+    # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
+    unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
+    build.kernel("preprocess", plan_of(problem))(
+        out, dout, lse, dlse, _sink(problem, attn_sink, device), stats, unit**0.5
+    )
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    scales = (scale_log2, float(sm_scale))
+    scales = (scale_log2, float(sm_scale), float(sm_scale) / unit)
     if deterministic:
         _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
     else:
@@ -532,6 +575,6 @@ def bwd(
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
-        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1))
+        build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1), 1 / unit)
         return dq, rounded, d_sink
-    return dq, acc, d_sink
+    return dq, acc if unit == 1 else acc.mul_(1 / unit), d_sink

@@ -1,10 +1,12 @@
 """Per-row values of the backward, one warp per (token, head).
 
     Delta = sum_d dout out            w = sigmoid(lse - sink)   (1 without a sink, 0 for an empty row)
-    stats [4, B, S, H] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), w, dlse - w Delta, (1 - w) Delta }
+    stats [4, B, S, H] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), u w, u (dlse - w Delta),
+                           (1 - w) Delta }
 
-The main kernel then needs one exponential per score: `p_hat = exp2(s - stats0)`, `p = stats1 p_hat`,
-`dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`.
+The main kernel then needs one exponential per score: `p_hat = exp2(s - stats0)`, `u p = stats1 p_hat`,
+`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. The unit u is a power of 4 (`launch.UNIT`, or 1) that
+keeps gradients of rows whose sink leaves next to nothing (w about 1e-37) in fp32's normal range until they are rounded.
 """
 
 import tilelang.language as T
@@ -40,6 +42,7 @@ def build(plan: Plan) -> PrimFunc:
         dLse: T.StridedTensor((B, S, H), (db, ds, dh), fp32),
         Sink: T.StridedTensor((H,), (sink_h,), fp32),
         Stats: T.Tensor((4, B, S, H), fp32),
+        root_unit: T.float32,
     ):
         with T.Kernel(T.cast(T.ceildiv(B * S * H, WARPS), "int32"), threads=WARPS * WARP) as bx:
             T.import_source(SUBNORMAL + VECTOR_DOT)
@@ -87,8 +90,9 @@ def build(plan: Plan) -> PrimFunc:
                         Stats[3, b, t, h] = 0.0
                     else:
                         Stats[0, b, t, h] = lse * LOG2_E
+                        Stats[3, b, t, h] = product(product(share * down, delta), down)
+                        up *= root_unit
                         Stats[1, b, t, h] = share * up * up
-                        Stats[2, b, t, h] = dLse[b, t, h] - share * up * delta * up
-                        Stats[3, b, t, h] = product(share * down * delta, down)
+                        Stats[2, b, t, h] = dLse[b, t, h] * (root_unit * root_unit) - share * up * delta * up
 
     return sparse_mla_bwd_preprocess

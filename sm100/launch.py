@@ -21,6 +21,7 @@ from ..union_lists import (
     TOKENS_PER_TILE,
     GroupCosts,
     UnionPlan,
+    room_for_lengths,
     sample_plan_of,
     sample_step,
     union_plan_of,
@@ -222,7 +223,7 @@ def make_lists(
         "samples": torch.empty((samples, 2), dtype=torch.int32, device=device),
         "rows": rows,
         "bits": bits,
-        "counts": torch.empty(shape, dtype=torch.int32, device=device),
+        "counts": room_for_lengths(shape, device),
         "chosen": torch.empty(1, dtype=torch.int32, device=device),
     }
     strides = (

@@ -9,8 +9,9 @@ import torch
 
 from bench.cases import Case
 from cute_sparse_mla import reference
+from cute_sparse_mla.precision import Judge
 
-from . import fuzz
+from . import fuzz, tensor_core
 from .ptx_sim import capture_cute, project_hopper
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ REASONS = {"sim-sm90": project_hopper.unavailable(), "sim-sm100": capture_cute.a
 def _outcome(target: str, cases: int, seed: int) -> None:
     outcome = fuzz.search(target, cases, seed, CPU, fuzz.narrow(fuzz.SIZES[target]))
     assert not outcome.found, f"{outcome.found}, reproducer: {outcome.reproducer}"
-    assert outcome.cases >= cases
+    assert outcome.cases == cases and not outcome.cancelled
 
 
 def test_the_reference_against_brute_force() -> None:
@@ -71,3 +72,23 @@ def test_only_calls_with_something_count(changes: dict[str, Any]) -> None:
     plain = Case(S=3, S_kv=20, H=4, K=8, D=16, d_v=8)
     assert fuzz.misses(fuzz.Contract(plain, 1), "reference", CPU) is None
     assert fuzz.misses(fuzz.Contract(plain.but(**changes), 1), "reference", CPU) == []
+
+
+def test_lse_of_cancelled_scores_is_told_from_other_misses() -> None:
+    """That of the scores as a tensor core sums them passes, a little more does not, nor where nothing cancels."""
+    i = Case(S=12, S_kv=40, H=16, K=2, D=512, q_scale=4.0, sm_scale=0.5, invalid="shuffled").inputs(seed=2)
+    valid, judge = fuzz.valid_slots(i), Judge(i)
+    exact, max_abs = judge.forwards[0].lse, judge.forwards[0].max_abs_score
+    k = i.kv[0, i.indices[0, :, 0].clamp(min=0).long(), 0]
+    orders = fuzz._orders(512)
+    sums = [tensor_core.products(i.q[0][:, :, None], k[:, None], order) * i.sm_scale for order in orders]
+    summed = [torch.logsumexp(s.masked_fill(~valid[0], -torch.inf), -1)[None] for s in sums]
+    limit = 1e-5 + 2e-6 * max_abs
+    beyond = (summed[0] - exact).abs() > limit
+    assert beyond.any()
+    assert all(fuzz.cancelled_scores(i, valid, lse.float(), exact, max_abs) for lse in summed)
+    wrong = exact + (torch.maximum(*summed) - exact).clamp(min=0) + 2 * limit
+    assert not fuzz.cancelled_scores(i, valid, torch.where(beyond, wrong, exact), exact, max_abs)
+    i.q[:] = i.kv[0, i.indices[0, :, 0].clamp(min=0)[:, 0].long()]
+    exact, max_abs = Judge(i).forwards[0].lse, Judge(i).forwards[0].max_abs_score
+    assert not fuzz.cancelled_scores(i, valid, exact * (1 + 4e-6), exact, max_abs)

@@ -97,7 +97,7 @@ DECIDED = (
 
 @pytest.mark.parametrize(("case", "grouped"), DECIDED, ids=("near", "far"))
 def test_decided_on_the_device(case: Case, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels are launched and one of them leaves at once; single tokens take lists of a few tokens at a time."""
+    """Both kernels are launched and one of them leaves at once; backwards over far rows take some tiles at a time."""
     inputs, observer = case.inputs(seed=case.S), Races()
     given = {**inputs.options, "backend": "sm90"}
     monkeypatch.setattr(env, "multiprocessors", lambda device: 1)  # so that fewer tiles are less time
@@ -105,6 +105,8 @@ def test_decided_on_the_device(case: Case, grouped: bool, monkeypatch: pytest.Mo
         from cute_sparse_mla.hopper import launch
 
         monkeypatch.setattr(launch, "L2_BYTES", 0)
+        monkeypatch.setattr(launch, "LEAST_ADDS", 0)
+        monkeypatch.setattr(launch, "FAR_WAVES", 1)
         monkeypatch.setattr(launch, "SORT_BYTES", 4 * 3 * case.B * case.K)
         out, lse = cute_sparse_mla.fwd(inputs.q, poisoned(inputs).kv, inputs.indices, **given)
 
@@ -121,8 +123,9 @@ def test_decided_on_the_device(case: Case, grouped: bool, monkeypatch: pytest.Mo
             for entry, report in zip(recorder.launches, recorder.reports, strict=True)
             if entry.kernel == name
         ]
-        assert len(work) == (2 if "fwd" in name else 1 + -(-case.S // 3))
-        assert (work[0] > sum(work[1:])) == grouped
+        tiles = 1 if "fwd" in name else -(-case.S // 8)
+        assert len(work) == tiles + (1 if "fwd" in name else case.S)
+        assert (sum(work[:tiles]) > sum(work[tiles:])) == grouped
 
 
 def test_autograd_keeps_the_lists() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cute_sparse_mla
+from bench import timing
 from bench.cases import Case
 from cute_sparse_mla.precision import Judge, run
 
@@ -182,16 +183,10 @@ def test_graph_replay(heads: int, deterministic: bool) -> None:
         how = dict(dkv_dtype=torch.float32, deterministic=deterministic, backend="sm90")
         return out, lse, *cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, **how)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = timing.captured(step, q.device)
     for mine, new in zip((q, kv, indices, dout), (second.q, second.kv, second.indices, second.dout), strict=True):
         mine.copy_(new)
-    graph.replay()
-    torch.cuda.synchronize()
-    eager = step()
+    captured, eager = replay(), step()
     assert torch.equal(captured[0], eager[0]) and torch.equal(captured[1], eager[1])
     assert torch.equal(captured[2], eager[2])
     torch.testing.assert_close(captured[3], eager[3], rtol=1e-5, atol=1e-5)
@@ -213,22 +208,13 @@ def test_graph_replay_of_a_training_step(planned: bool) -> None:
         out, lse = cute_sparse_mla.sparse_mla(q, kv, indices, causal=True, attn_sink=sink, return_lse=True, plan=plan)
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = timing.captured(step, indices.device)
     with torch.no_grad():
         for mine, new in zip(
             (*leaves, indices, dout), (second.q, second.kv, second.attn_sink, second.indices, second.dout), strict=True
         ):
             mine.copy_(new)
-    graph.replay()
-    torch.cuda.synchronize()
-    eager = step()
+    captured, eager = replay(), step()
     for replayed, mine in zip(captured[:3], eager[:3], strict=True):
         assert torch.equal(replayed, mine)
     for replayed, mine in zip(captured[3:], eager[3:], strict=True):

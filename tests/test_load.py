@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,10 @@ from . import load
 from .ptx_sim import project_hopper
 
 CPU = torch.device("cpu")
+VARIABLE = "TILELANG_CACHE_DIR"
+needs_tilelang = pytest.mark.skipif(
+    project_hopper.unavailable() is not None, reason=f"TileLang: {project_hopper.unavailable()}"
+)
 NAME, CONTENT = "0123", bytes(range(256)) * 4096
 
 
@@ -100,7 +106,7 @@ def test_a_folder_that_cannot_be_written(
     assert how != "full" or list(folder.iterdir()) == []
 
 
-@pytest.mark.skipif(project_hopper.unavailable() is not None, reason=f"TileLang: {project_hopper.unavailable()}")
+@needs_tilelang
 def test_two_threads_compile_at_once() -> None:
     project_hopper.capture_tilelang.prepare()
     from cute_sparse_mla.hopper import build
@@ -115,6 +121,45 @@ def test_two_threads_compile_at_once() -> None:
     for worker in workers:
         worker.join()
     assert len(found) == 3 and all(callable(kernel) for kernel in found)
+
+
+# In a process of its own: a kernel compiled where every write into the folder of kernels fails.
+FULL = """
+import builtins, errno, sys, warnings
+import torch
+from cute_sparse_mla.hopper import launch
+build, folder, real = launch._build(), sys.argv[1], builtins.open
+def full(file, mode="r", *rest, **options):
+    if set(mode) & set("wax+") and str(file).startswith(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+    return real(file, mode, *rest, **options)
+if sys.argv[2] == "full":
+    builtins.open = full
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from cute_sparse_mla.hopper.plan import Plan
+    kernel = build.kernel("postprocess", Plan(576, "bfloat16", "int32"))
+assert kernel.get_kernel_source()
+print(*[w.message for w in said if "are not kept" in str(w.message)])
+"""
+
+
+@needs_tilelang
+@pytest.mark.parametrize("how", ["full", "a file in its place"])
+def test_tilelang_in_a_folder_that_cannot_be_written(how: str, tmp_path: Path) -> None:
+    """A kernel is compiled all the same, and a warning names the folder."""
+    place = tmp_path / "kernels"
+    if how != "full":
+        place.write_text("")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TILELANG_")} | {VARIABLE: str(place)}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", FULL, str(place), how], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = done.stdout if how == "full" else done.stderr
+    assert f"compiled kernels are not kept: {place} cannot be written (" in told
+    assert how == "a file in its place" or not [path for path in place.rglob("*") if path.is_file()]
 
 
 def test_mixed_calls_hold_no_memory() -> None:

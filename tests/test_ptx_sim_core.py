@@ -319,6 +319,37 @@ red.global.max.u32 [%d0+4], %r0; atom.global.cas.b32 %r6, [%d0+8], 0, %r0; atom.
     assert sorted(slots.tolist()) == list(range(0, 64, 2))
 
 
+@pytest.mark.parametrize("lanes_meet", [False, True])
+def test_fp32_adds_flush_in_global_memory_only(lanes_meet: bool) -> None:
+    """PTX ISA, atom and red: of subnormal operands and results the sign stays; shared memory keeps them."""
+    tiny = np.float32(2.0**-130)
+    start = np.array([tiny, -tiny, 2.0**-126, 1.0], np.float32)
+    value = np.array([tiny, -0.0, -(2.0**-126) - 2.0**-140, 1.0], np.float32)
+    cells, vector, shared = start.copy(), start.copy(), np.zeros(4, np.float32)
+    who = "setp.lt.u32 %p1, %r0, 4;" if not lanes_meet else "setp.eq.u32 %p1, %r0, %r0;"
+    pick = "and.b32 %r1, %r0, 3; shl.b32 %r2, %r1, 2; cvt.u64.u32 %d9, %r2;"
+    run(
+        LANE
+        + f"""{pick} {who} mov.b32 %r3, smem; add.u32 %r3, %r3, %r2;
+add.s64 %d10, %d9, %d1; add.s64 %d11, %d9, %d3; add.s64 %d12, %d9, %d0; add.s64 %d13, %d9, %d4;
+ld.global.b32 %r4, [%d10]; ld.global.b32 %r5, [%d13]; st.shared.b32 [%r3], %r5; bar.warp.sync -1;
+setp.lt.u32 %p2, %r0, 4; @%p2 red.shared.add.f32 [%r3], %r4; bar.warp.sync -1;
+ld.shared.b32 %r6, [%r3]; st.global.b32 [%d11], %r6;
+@%p1 red.global.add.f32 [%d12], %r4;
+ld.global.v4.b32 {{%r20, %r21, %r22, %r23}}, [%d1]; setp.eq.u32 %p3, %r0, 0;
+@%p3 red.global.add.v4.f32 [%d2], {{%r20, %r21, %r22, %r23}};
+""",
+        {"cells": cells, "value": value, "vector": vector, "shared": shared, "start": start.copy()},
+    )
+    flushed = np.array([0.0, -0.0, -0.0, 2.0], np.float32)
+    assert shared.view(np.uint32).tolist() == (start + value).view(np.uint32).tolist()
+    assert vector.view(np.uint32).tolist() == flushed.view(np.uint32).tolist()
+    if lanes_meet:
+        assert cells[:2].tolist() == [0, 0] and cells[3] == 9
+    else:
+        assert cells.view(np.uint32).tolist() == flushed.view(np.uint32).tolist()
+
+
 def test_clocks_advance() -> None:
     (out,) = unary(
         "mov.u32 %r1, %clock; mov.u64 %d9, %globaltimer; mov.u32 %r2, %clock; sub.u32 %r100, %r2, %r1;\n", [A]

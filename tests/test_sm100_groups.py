@@ -94,7 +94,7 @@ def test_autograd_keeps_the_lists() -> None:
 
 
 def test_a_compiled_call_makes_its_lists_once() -> None:
-    """One graph for all lengths; the backward's part of it takes the forward's lists, whoever decides about groups."""
+    """One graph for all lengths, one tile too; its backward takes the forward's lists, whoever decides on groups."""
 
     def layer(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return cute_sparse_mla.sparse_mla(q, kv, indices, causal=True, backend="sm100")
@@ -102,7 +102,7 @@ def test_a_compiled_call_makes_its_lists_once() -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
-    for S in (9, 10):
+    for S in (9, 5):
         inputs = Case(S=S, S_kv=90, H=8, K=30 + S, D=512, causal=True).inputs(seed=S)
         results = []
         for function in (layer, compiled):

@@ -9,6 +9,7 @@ import numpy as np
 
 from .machine import FULL, LANES, Split, lanes_text
 from .memory import LOCAL_WINDOW, OFFSET_MASK, POISON_HALF, RANK_SHIFT, SHARED_WINDOW, SimError
+from .ops_int import flush
 
 SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 # The mark of a written element of each size.
@@ -281,8 +282,14 @@ def store(
         marks[at] = WRITTEN[size]
 
 
+def add_flushed(old: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """fp32 adds in global memory: subnormal operands and results are zero of their sign (PTX ISA, atom, red)."""
+    return flush(flush(old) + flush(value))
+
+
 ATOMICS = {
     "add": lambda old, value: old + value,
+    "add.flushed": add_flushed,
     "min": min,
     "max": max,
     "and": lambda old, value: old & value,
@@ -345,7 +352,7 @@ def _distinct(
 
 
 # Atomics whose lanes may be done at once where they do not meet; the results are those of one lane after the other.
-AT_ONCE = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+AT_ONCE = {"add": np.add, "add.flushed": add_flushed, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def atomic(
@@ -400,11 +407,11 @@ def reduce_vector(
     kind = np.dtype(dtype)
     size = kind.itemsize * len(sources)
     old = np.zeros((32, len(sources)), kind)
-    found = _distinct(split, mask, index, address, size, space) if name == "add" else None
+    found = _distinct(split, mask, index, address, size, space) if name in AT_ONCE else None
     if found is not None:
         view, at = found[0].view(kind).reshape(-1, len(sources)), found[1]
         old[mask] = view[at]
-        view[at] = old[mask] + np.stack(sources, 1)[mask]
+        view[at] = AT_ONCE[name](old[mask], np.stack(sources, 1)[mask])
         return old
     for lane, cell in enumerate(_cells(split, mask, index, address, size, space)):
         if cell is None:
@@ -412,10 +419,7 @@ def reduce_vector(
         view = cell.view(kind)
         old[lane] = view
         values = np.array([s[lane] for s in sources], kind)
-        if name == "add":
-            view += values
-        else:
-            view[:] = {"min": np.minimum, "max": np.maximum}[name](view, values)
+        view[:] = (AT_ONCE | {"min": np.minimum, "max": np.maximum})[name](view, values)
     return old
 
 

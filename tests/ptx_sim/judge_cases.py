@@ -328,6 +328,26 @@ add.s64 %d10, %d1, %d9; st.global.v2.b32 [%d10], {%r6, %r7};"""
     yield Case("st.shared.b64", "shared pairs", body, {"in": source, "out": np.zeros((32, 2), np.uint32)}, ["out"])
 
 
+def _adds() -> Iterator[Case]:
+    """fp32 adds to global memory, to shared memory, and four at a time; half of the values are subnormal or near it."""
+    values = {label: words(f"fp32 adds {label}", 32, True) for label in "ab"}
+    for label, array in values.items():
+        array[COUNT // 2 :] &= np.uint32(0x80FFFFFF if label == "a" else 0x81FFFFFF)
+    place = "mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, 128, %r0;\n"
+    place += "mul.wide.u32 %d9, %r2, 4; add.s64 %d10, %d0, %d9; add.s64 %d11, %d1, %d9; ld.global.b32 %r4, [%d11];\n"
+    shared = "mov.b32 %r3, smem; shl.b32 %r5, %r0, 2; add.u32 %r3, %r3, %r5; ld.global.b32 %r6, [%d10];\n"
+    forms = {
+        "red.global.add.f32": place + "red.global.add.f32 [%d10], %r4;",
+        "red.shared.add.f32": place + shared + "st.shared.b32 [%r3], %r6; red.shared.add.f32 [%r3], %r4;\n"
+        "ld.shared.b32 %r7, [%r3]; st.global.b32 [%d10], %r7;",
+        "red.global.add.v4.f32": place + "and.b32 %r8, %r0, 3; setp.ne.u32 %p1, %r8, 0; @%p1 bra END;\n"
+        "ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d11]; red.global.add.v4.f32 [%d10], {%r4, %r5, %r6, %r7};\nEND:",
+    }  # fmt: skip
+    for form, body in forms.items():
+        arrays = {"sum": values["a"].copy(), "value": values["b"].copy()}
+        yield Case(f"fp32 adds {form}", "adds", body, arrays, ["sum"], "float", grid=COUNT // 128, block=128)
+
+
 def _matrix_moves() -> Iterator[Case]:
     for trans in ("", ".trans"):
         source = rng("ldmatrix").integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
@@ -528,14 +548,12 @@ def _wgmma() -> Iterator[Case]:
                     yield _wgmma_case(n, span, majors, exact, codes[span])
                     if majors[0] == "K":
                         yield _wgmma_case(n, span, majors, exact, codes[span], registers=True)
+                    if majors == "KK" and span == 128 and not exact:
+                        yield _wgmma_case(n, span, majors, exact, codes[span], steps=4)
 
 
-def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False) -> Case:
-    """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers."""
-    name = (
-        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
-        f"{'integers' if exact else 'random'}"
-    )
+def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 bits of A `[64, k]` and B `[n, k]`, of which a product takes the first 16 columns, or the first of all."""
     gen = rng(name)
     k = max(16, span // 2) if "K" in majors else 16
     make = (
@@ -543,7 +561,21 @@ def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, register
         if exact
         else (lambda shape: gen.standard_normal(shape).astype(np.float32))
     )
-    a, b = round_bf16(make((64, k))), round_bf16(make((n, k)))
+    return round_bf16(make((64, k))), round_bf16(make((n, k)))
+
+
+def _wgmma_case(
+    n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False, steps: int = 1
+) -> Case:
+    """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers.
+
+    More `steps` add the products of the following columns, of a span of 128 bytes, to the same accumulators.
+    """
+    name = (
+        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
+        f"{f'{steps} steps ' if steps > 1 else ''}{'integers' if exact else 'random'}"
+    )
+    a, b = wgmma_operands(name, n, span, majors, exact)
     a_image, a_lead, a_stride = operand_image(a, span, majors[0] == "K")
     b_image, b_lead, b_stride = operand_image(b, span, majors[1] == "K")
     source = aligned(-(-(a_image.size + 1024 + b_image.size) // 16) * 16, np.uint8)
@@ -565,6 +597,12 @@ def _wgmma_case(n: int, span: int, majors: str, exact: bool, code: int, register
         left = "{%r80, %r81, %r82, %r83}"
     arrays["out"] = np.zeros((n // 2, 128), np.float32)
     target = len(arrays) - 1
+    product = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}"
+    more = "".join(
+        f"add.s64 %d32, %d30, {2 * i}; add.s64 %d33, %d31, {2 * i}; setp.eq.u32 %p9, %r1, %r1;\n"
+        f"{product}, %d32, %d33, %p9, 1, 1, {transposes};\n"
+        for i in range(1, steps)
+    )
     body = (
         SETUP
         + f"""@%p1 bra WAIT0; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {source.size};
@@ -585,7 +623,7 @@ add.s64 %d40, %d40, %d1;
         )
         + f"""setp.ne.u32 %p8, %r1, %r1; wgmma.fence.sync.aligned;
 wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {left}, %d31, %p8, 1, 1, {transposes};
-wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+{more}wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %d50, %r0, 4; add.s64 %d50, %d50, %d{target};
 """
         + "".join(f"st.global.b32 [%d50+{512 * i}], %r{100 + i};\n" for i in range(n // 2))
@@ -628,6 +666,7 @@ def cases() -> Iterator[Case]:
         values = [rng(f"{name} {i}").uniform(0.1, 100.0, COUNT).astype(np.float32).view(np.uint32) for i in (0, 1)]
         yield elementwise(f"approximate {name}", "approximate", code, 2, check=("ulp", 3), values=values)
     yield from _shared_pairs()
+    yield from _adds()
     yield from _matrix_moves()
     yield from _copies()
     yield from _tensor_copies()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import tensormap
-from .access import describe, must_be_written, must_live, shared_of, wrote
+from .access import add_flushed, describe, must_be_written, must_live, shared_of, wrote
 from .machine import AsyncOp, Split
 from .memory import OFFSET_MASK, RANK_SHIFT, SimError
 from .ops_float import float_to_half, half_to_float
@@ -35,7 +35,7 @@ def _shared(address: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> None:
-    """target = target op data, both byte arrays of elements of `kind`."""
+    """target = target op data, both byte arrays of elements of `kind`; fp32 adds flush (PTX ISA, cp.reduce)."""
     if kind == "tf32" or (kind in ("f16", "bf16", "f32", "f64") and name not in ("add", "min", "max")):
         raise SimError(f"there is no {name} reduction of {kind} elements")
     if kind in ("f16", "bf16"):
@@ -46,7 +46,7 @@ def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> N
     view = VIEWS[kind if kind in VIEWS else f"u{kind[1:]}"]
     dtype = {"u": "u", "s": "i", "f": "f"}[view[0]] + str(int(view[1:]) // 8)
     cells = target.view(dtype)
-    cells[:] = REDUCTIONS[name](cells, data.view(dtype))
+    cells[:] = (add_flushed if (name, kind) == ("add", "f32") else REDUCTIONS[name])(cells, data.view(dtype))
 
 
 def observe(split: Split, index: int, space: str, address: int, size: int, kind: str) -> None:

@@ -144,6 +144,8 @@ def atom(emit: Emit, instr: Instr) -> None:
     operands = operands[:2] if name == "cas" else operands[:1]
     items = operands[0].items if isinstance(operands[0], Vec) else tuple(operands)
     sources = [emit.src(item, kind) for item in items]
+    if name == "add" and kind == "f32" and space == "global":
+        name = "add.flushed"
     view = {"b32": "u32", "b64": "u64", "b16": "u16"}.get(kind, VIEWS[kind])
     dtype = np.dtype({"u": "u", "s": "i", "f": "f"}[view[0]] + str(int(view[1:]) // 8)).str
     if kind in ("f16", "bf16", "f16x2", "bf16x2") and name in ("add", "min", "max"):
