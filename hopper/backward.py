@@ -101,12 +101,16 @@ def build(plan: Plan) -> PrimFunc:
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def say_row(i, idx, limit, slot_row, lane):
-        # Which row of kv a slot of block i is, negative where it is invalid.
+    def say_row(i, idx, limit, slot_row, slot_to, lane):
+        # Which row of kv a slot of block i is, negative where it is invalid, and to which row of dkv its term goes.
         if lane < BLOCK_K:
             slot_row[i & 1, lane] = T.if_then_else(
                 (T.cast(idx, i64) >= 0) & (T.cast(idx, i64) < limit), T.cast(idx, "int32"), -1
             )
+            if ORDERED:
+                slot_to[i & 1, lane] = i * BLOCK_K + lane
+            else:
+                slot_to[i & 1, lane] = T.call_extern("int32", "sparse_mla::valid_row", slot_row[i & 1, lane])
         T.sync_threads(COPIES, WARPGROUP)
 
     @T.macro
@@ -270,6 +274,7 @@ def build(plan: Plan) -> PrimFunc:
             stage = (QdO_s, P_s)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
+            slot_to = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             # Who selected a slot, bit t for token t.
             slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
 
@@ -354,7 +359,7 @@ def build(plan: Plan) -> PrimFunc:
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
 
-                say_row(0, idx, limit, slot_row, lane)
+                say_row(0, idx, limit, slot_row, slot_to, lane)
                 idx = -1
                 if (lane < BLOCK_K) & (BLOCK_K + lane < length):
                     idx = Indices[b, ti, g, BLOCK_K + lane]
@@ -369,7 +374,7 @@ def build(plan: Plan) -> PrimFunc:
                 # Iteration i finishes block i and gathers the next.
                 for i in T.serial(blocks):
                     T.barrier_wait(ds_ready, i & 1)
-                    say_row(i + 1, idx, limit, slot_row, lane)
+                    say_row(i + 1, idx, limit, slot_row, slot_to, lane)
                     idx = -1
                     if (lane < BLOCK_K) & ((i + 2) * BLOCK_K + lane < length):
                         idx = Indices[b, ti, g, (i + 2) * BLOCK_K + lane]
@@ -470,16 +475,14 @@ def build(plan: Plan) -> PrimFunc:
                     scale(acc, sm_scale)
                 for i in T.serial(blocks):
                     for n in T.unroll(4):
-                        my_rows[n] = slot_row[i & 1, my_slot + 4 * n]
-                        if ORDERED:
-                            my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
+                        my_rows[n] = slot_to[i & 1, my_slot + 4 * n]
                     T.barrier_wait(p_ready, i & 1)
                     T.call_extern("handle", "sparse_mla::take", p_b.data, stage_of(*stage))
                     if not TAIL:
                         T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
-                    # Adds that ask for no validity: ptxas makes a branch of every predicated one.
-                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_row[i & 1, 0], "r", 1)) != 0:
+                    # ptxas makes a branch of every predicated add: they are for blocks half of which is invalid.
+                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
                         stream(
                             "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, stage, to, my_rows, row_bytes,
                             sm_scale, ds_ready, ds_free, tail_free,

@@ -122,7 +122,13 @@ __device__ __forceinline__ void add(const void *shared, long long to, int row, i
   add_line<Store, All, 0>(at, row, left);
   add_line<Store, All, 128>(at, row, right);
 }
-// Whether a warp finds no invalid slot among 64.
+// Where the term of a slot goes, which is zero if the slot is invalid: to its own row, else to that of the valid one
+// before it among the warp's 32, else of the first; -1 if there is none. So no add has to be left out.
+__device__ __forceinline__ int valid_row(int row) {
+  const unsigned valid = __ballot_sync(0xffffffffu, row >= 0), before = valid & 0xffffffffu >> (31 - threadIdx.x % 32);
+  return __shfl_sync(0xffffffffu, row, before ? 31 - __clz(before) : __clz(__brev(valid)));
+}
+// Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
   const int *row = static_cast<const int *>(rows) + threadIdx.x % 32;
   return __all_sync(0xffffffffu, row[0] >= 0 && row[32] >= 0);
