@@ -50,8 +50,6 @@ from .tile import (
     selects, store_rows,
 )  # fmt: skip
 
-COPIES = 1  # named barrier of the copy warpgroup
-
 
 def build(plan: Plan) -> PrimFunc:
     """The backward for `plan`; shapes, strides, scale and flags are run-time values.
@@ -90,39 +88,53 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.macro
-    def gather(n, i, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready):
-        # A group of columns of the 64 rows of block i; an invalid slot is filled with zeros and not read.
+    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, kv_base, idx, rows, source):
+        # Rows of block i from the indices read before, and the indices of block i + 1.
+        for r in T.unroll(PASSES):
+            rows[r] = T.if_then_else(
+                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
+            )
+            source[r] = T.call_extern(
+                i64, "sparse_mla::address", T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + c0], "r", VECTOR)
+            )
+            idx[r] = -1
+            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
+                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
+
+    @T.macro
+    def gather(n, KV_s, r0, c0, source, rows, kv_ready):
+        # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
         first, last = GROUPS[n]
         for r in T.unroll(PASSES):
             T.call_extern(
-                "handle", f"sparse_mla::gather_row<{last - first}, {first * ITEM}>",
-                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), kv, slot_row[i & 1, r * 16 + r0], row_bytes,
+                "handle", f"sparse_mla::gather_row<{last - first}>",
+                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), source[r] + first * ITEM, rows[r] >= 0,
             )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def say_row(i, idx, limit, slot_row, slot_to, lane):
-        # Which row of kv a slot of block i is, negative where it is invalid, and to which row of dkv its term goes.
-        if lane < BLOCK_K:
-            slot_row[i & 1, lane] = T.if_then_else(
-                (T.cast(idx, i64) >= 0) & (T.cast(idx, i64) < limit), T.cast(idx, "int32"), -1
-            )
-            if ORDERED:
-                slot_to[i & 1, lane] = i * BLOCK_K + lane
-            else:
-                slot_to[i & 1, lane] = T.call_extern("int32", "sparse_mla::valid_row", slot_row[i & 1, lane])
-        T.sync_threads(COPIES, WARPGROUP)
+    def say_rows(i, slot_row, slot_to, rows, lane, r0):
+        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
+        other = T.call_extern("int32", "sparse_mla::valid_row", rows.data)
+        if lane % 8 == 0:
+            for r in T.unroll(PASSES):
+                slot_row[i & 1, r * 16 + r0] = rows[r]
+                slot_to[i & 1, r * 16 + r0] = (
+                    i * BLOCK_K + r * 16 + r0 if ORDERED else T.if_then_else(rows[r] < 0, other, rows[r])
+                )
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes, kv_ready, rows_ready
+        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
     ):
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
+            say_rows(i, slot_row, slot_to, rows, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
-        gather(0, i, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+        gather(0, KV_s, r0, c0, source, rows, kv_ready)
         if TOKENS == 1:
+            say_rows(i, slot_row, slot_to, rows, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
@@ -135,24 +147,21 @@ def build(plan: Plan) -> PrimFunc:
             s.data, dp.data, T.access_ptr(KV_s[0, first], "r", 1), T.access_ptr(QdO_s[0, first], "r", 1),
         )  # fmt: skip
 
-    def stage_of(QdO_s, P_s):
-        # Of P's place, which with a tail is where dout has none.
-        return T.access_ptr(QdO_s[ROWS, D_V] if TAIL else P_s[0], "r", 1)
+    def place_of(P_s):
+        # Where P is handed over: with a tail, where dout has none.
+        return T.access_ptr(P_s[ROWS, D_V] if TAIL else P_s[0], "r", 1)
 
     @T.macro
-    def turn_and_keep(acc, kept, stage):
-        T.call_extern("handle", "sparse_mla::turn_and_keep", acc.data, kept.data, stage_of(*stage))
+    def keep(acc, kept):
+        T.call_extern("handle", "sparse_mla::keep", acc.data, kept.data)
 
     @T.macro
-    def turn_kept(kept, stage):
-        T.call_extern("handle", "sparse_mla::turn<2>", kept.data, stage_of(*stage))
-
-    @T.macro
-    def add(n, valid, stage, to, rows, row_bytes):
-        # Half of what was turned: rows[n] and those of the other lanes.
+    def add(half, valid, pairs, to, rows, row_bytes):
+        # Half of the rows of an accumulator, of the second half what was kept.
         T.call_extern(
-            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", stage_of(*stage), to[0], rows[n], row_bytes
-        )
+            "handle", f"sparse_mla::add<{STORE}, {valid}, {2 if half else 4}>", pairs.data, to[0], rows[2 * half],
+            rows[2 * half + 1], row_bytes,
+        )  # fmt: skip
 
     @T.macro
     def scale(acc, sm_scale):
@@ -160,55 +169,44 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(
-        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale
-    ):
-        # Adds of the chunk of columns up to `end` while the next one is computed.
+    def chunk(end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale):
+        # Adds of the chunk of columns up to `end`, those of its second half while the next one is computed.
+        keep(acc, kept)
+        add(0, valid, acc, to, rows, row_bytes)
         T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
             T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
-        add(0, valid, stage, to, rows, row_bytes)
-        add(1, valid, stage, to, rows, row_bytes)
-        turn_kept(kept, stage)
+        add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         if frees:
             T.barrier_arrive(freed)
         scale(acc, sm_scale)
         T.wgmma_gemm(p, QdO_s[ROWS:, end - 2 * CHUNK : end - CHUNK], acc)
-        add(2, valid, stage, to, rows, row_bytes)
-        add(3, valid, stage, to, rows, row_bytes)
         T.wait_wgmma(0)
         to[0] -= CHUNK * 4
-        turn_and_keep(acc, kept, stage)
 
     @T.macro
     def stream(
-        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes, sm_scale, ds_ready,
-        ds_free, tail_free,
+        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
+        tail_free,
     ):  # fmt: skip
         # All chunks of a block, the last columns first: those of the tail have no P^T dO.
-        turn_and_keep(acc, kept, stage)
         if TAIL:
-            chunk(
-                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, stage, to, rows, row_bytes,
-                sm_scale,
-            )  # fmt: skip
+            chunk(D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale)
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
                 D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s,
-                stage, to, rows, row_bytes, sm_scale,
+                to, rows, row_bytes, sm_scale,
             )  # fmt: skip
+        keep(acc, kept)
+        add(0, valid, acc, to, rows, row_bytes)
         if i + 1 < blocks:
             T.barrier_wait(ds_ready, (i + 1) & 1)
         # The next block's first; after the last block of no use.
         T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
-        add(0, valid, stage, to, rows, row_bytes)
-        add(1, valid, stage, to, rows, row_bytes)
-        turn_kept(kept, stage)
+        add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         scale(acc, sm_scale)
-        add(2, valid, stage, to, rows, row_bytes)
-        add(3, valid, stage, to, rows, row_bytes)
         to[0] += (D - CHUNK) * 4
 
     @T.macro
@@ -266,12 +264,11 @@ def build(plan: Plan) -> PrimFunc:
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
-            # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
+            # P by lanes.
             if TAIL:  # noqa: SIM108
                 P_s = QdO_s
             else:
                 P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
-            stage = (QdO_s, P_s)
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             slot_to = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
@@ -348,53 +345,46 @@ def build(plan: Plan) -> PrimFunc:
                             T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
                         )
 
-                # Of a thread's slot, one block ahead of what is gathered.
-                idx = T.alloc_var(idx_t)
-                idx = -1
-                if (lane < BLOCK_K) & (lane < length):
-                    idx = Indices[b, ti, g, lane]
-                kv = T.alloc_var(i64)
-                kv = T.call_extern(i64, "sparse_mla::address", T.access_ptr(KV[0, 0, 0, kv_base + c0], "r", VECTOR))
-                row_bytes = ks * ITEM
+                idx = T.alloc_local([4], idx_t)
+                rows = T.alloc_local([4], "int32")
+                source = T.alloc_local([4], i64)
+                for r in T.unroll(4):
+                    idx[r] = -1
+                    if r * 16 + r0 < length:
+                        idx[r] = Indices[b, ti, g, r * 16 + r0]
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
 
-                say_row(0, idx, limit, slot_row, slot_to, lane)
-                idx = -1
-                if (lane < BLOCK_K) & (BLOCK_K + lane < length):
-                    idx = Indices[b, ti, g, BLOCK_K + lane]
+                next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
                 if blocks > 0:
                     gather_first(
-                        0, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes, kv_ready,
-                        rows_ready,
+                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                        kv_ready, rows_ready,
                     )  # fmt: skip
-                    gather(1, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
-                    gather(2, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
-                    gather(3, 0, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                    gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(2, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(3, KV_s, r0, c0, source, rows, kv_ready)
                 # Iteration i finishes block i and gathers the next.
                 for i in T.serial(blocks):
                     T.barrier_wait(ds_ready, i & 1)
-                    say_row(i + 1, idx, limit, slot_row, slot_to, lane)
-                    idx = -1
-                    if (lane < BLOCK_K) & ((i + 2) * BLOCK_K + lane < length):
-                        idx = Indices[b, ti, g, (i + 2) * BLOCK_K + lane]
+                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, kv_base, idx, rows, source)
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, kv, row_bytes,
-                            kv_ready, rows_ready,
+                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
+                            rows, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
-                        gather(1, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                        gather(1, KV_s, r0, c0, source, rows, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
                     T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(ds_free)
                     if i < blocks - 1:
-                        gather(2, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                        gather(2, KV_s, r0, c0, source, rows, kv_ready)
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
-                        gather(3, i + 1, KV_s, r0, c0, kv, row_bytes, slot_row, kv_ready)
+                        gather(3, KV_s, r0, c0, source, rows, kv_ready)
                 leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
@@ -436,7 +426,7 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
                     T.barrier_wait(p_free, (i & 1) ^ 1)
-                    T.call_extern("handle", "sparse_mla::give", p.data, stage_of(*stage))
+                    T.call_extern("handle", "sparse_mla::give", p.data, place_of(P_s))
                     T.barrier_arrive(p_ready)
                     T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
                     T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
@@ -452,7 +442,7 @@ def build(plan: Plan) -> PrimFunc:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
                 my_slot = T.alloc_var("int32")
-                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8
+                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
                 my_rows = T.alloc_local([4], "int32")
                 row_bytes = T.alloc_var("int32")
                 row_bytes = T.cast((D if ORDERED else G * D) * 4, "int32")
@@ -475,24 +465,24 @@ def build(plan: Plan) -> PrimFunc:
                     scale(acc, sm_scale)
                 for i in T.serial(blocks):
                     for n in T.unroll(4):
-                        my_rows[n] = slot_to[i & 1, my_slot + 4 * n]
+                        my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
                     T.barrier_wait(p_ready, i & 1)
-                    T.call_extern("handle", "sparse_mla::take", p_b.data, stage_of(*stage))
+                    T.call_extern("handle", "sparse_mla::take", p_b.data, place_of(P_s))
+                    T.barrier_arrive(p_free)
                     if not TAIL:
                         T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
                     # ptxas makes a branch of every predicated add: they are for blocks half of which is invalid.
                     if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
                         stream(
-                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, stage, to, my_rows, row_bytes,
+                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
                             sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     else:
                         stream(
-                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, stage, to, my_rows, row_bytes,
+                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
                             sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
-                    T.barrier_arrive(p_free)
                 if TAIL:
                     leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D)
 
