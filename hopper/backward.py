@@ -5,26 +5,29 @@
 
 `q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
-stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines. With several
-tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all of them.
+stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines, to which the
+lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero and is added to a valid row nearby,
+so that adds need no predicate. With several tokens a tile's slots are the union of their rows, as in `forward.py`, and
+a row of kv is added to once for all of them.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
-the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns.
+the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
+the stream beside the gather and the scores is shared memory's port, so q and dout lie below each other and KV is read
+once for both, and no accumulator passes through shared memory.
 
     copy warpgroup                scores' warpgroup               stream of dkv
     gather group n, kv_ready[n]   wait kv_ready[n]
-      (n = 0, 1, 2, 3)            S^T += K_n Q_n^T
-                                  dP^T += V_n dO_n^T
+      (n = 0, 1, 2, 3)            [S^T dP^T] += K_n [Q_n dO_n]^T
                                   P, dS; wait ds_free
                                   dS to shared memory, ds_ready
     wait ds_ready                 wait p_free                     wait ds_ready; acc = dS^T Q under the last adds
-    wait kv_free[0], gather 0     P handed over, p_ready            of the block before, then p_free
-    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers
+    wait kv_free[0], gather 0     P handed over, p_ready            of the block before
+    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers, frees p_free
     dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, from the last down:
-    frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows turned where P was, half kept
-    wait tail_free, gather 3                                        next acc = dS^T Q under the adds of the first half
+    frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows kept, half dealt and added
+    wait tail_free, gather 3                                        next acc = dS^T Q under the adds of those kept
                                                                     (first chunk: dq tail += dS K tail, tail_free)
-                                                                    acc = sm_scale acc + P^T dO under the other adds
+                                                                    acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS)
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
