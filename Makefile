@@ -53,12 +53,12 @@ sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the s
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
 fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
-	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 8 $(ARGS)
+	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
 
 peer-suites-h200: $(RUN_READY)  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
 	$(PY) -m tests.peer_suites $(ARGS)
 
-load-h200: $(RUN_READY)  ## 10,000 mixed calls, a cold cache, threads, out of memory, on a Hopper GPU
+load-h200: $(RUN_READY)  ## 10,000 mixed calls, caches cold, full and unwritable, kill -9, fork, threads, out of memory, on a Hopper GPU
 	$(PY) -m tests.load $(ARGS)
 
 install-matrix:  ## installs with each extra and beside each neighbour, in fresh environments (about 15 minutes)

@@ -6,6 +6,7 @@ memory, for as many rows at a time as `UnionPlan.span` says.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +50,20 @@ class UnionPlan:
 
 def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
     """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
-    name, least = _name(index_dtype), min(UNION_SIZES)
-    return [
-        UnionPlan(tokens, name, least, UNION_WIDTH, UNION_SIZES[least]),
+    return list(_union_plans(tokens, _name(index_dtype), tuple(UNION_SIZES.items())))
+
+
+@functools.cache
+def _union_plans(tokens: int, name: str, sizes: tuple[tuple[int, int], ...]) -> tuple[UnionPlan, ...]:
+    least, threads = min(sizes)
+    return (
+        UnionPlan(tokens, name, least, UNION_WIDTH, threads),
         *(
             UnionPlan(tokens, name, size, tokens, threads)
-            for size, threads in UNION_SIZES.items()
+            for size, threads in sizes
             if tokens < UNION_WIDTH or size > least
         ),
-    ]
+    )
 
 
 def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:

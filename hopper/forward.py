@@ -13,13 +13,12 @@ over in the tail columns of its own buffer, where there is a tail):
 
     copy warpgroup            matrix warpgroup 0 (out L)        matrix warpgroup 1 (out R)
     gather L of block 0       (S0 = Q K0^T is there)            wait R, L of block 1
-    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T, row max
-    gather R of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R rescaled to m0
-    gather L of block 1       O_L += P0 V0_L                    O_R += P0 V0_R
-    wait left_free[0]         frees left_free[0]                m1 = max(m0, row max S1)
-      (next pair) ...         O_L rescaled to m1    <-- m1 --   P1 = exp(S1 - m1)
-    wait right_free[1]                              <-- P1 --   frees right_free[0]
-                              O_L += P1 V1_L                    O_R += P1 V1_R
+    gather R of block 0       row max m0            -- m0 -->   S1 = Q K1^T begins; O_R rescaled to m0
+    gather R of block 1       P0 = exp(S0 - m0)     -- P0 -->   O_R += P0 V0_R begins
+    gather L of block 1       O_L += P0 V0_L                    S1 is there: m1 = max(m0, row max S1)
+    wait left_free[0]         frees left_free[0]    <-- m1 --   P1 = exp(S1 - m1)
+      (next pair) ...         O_L rescaled to m1    <-- P1 --   frees right_free[0]; O_R rescaled to m1
+    wait right_free[1]        O_L += P1 V1_L                    O_R += P1 V1_R
                               S0 of the next pair               frees right_free[1]
                               frees left_free[1]
 
@@ -33,12 +32,12 @@ import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
 from .plan import (
-    BLOCK_K, D_V, HALF, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
+    BLOCK_K, D_V, HALF, ITEM, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
 from .tile import (
-    STEP, exists, head_of, if_exists, leave_unless_chosen, load_bits, load_rows, selects, store_rows, token_of,
+    PASSES, STEP, exists, head_of, if_exists, leave_unless_chosen, load_bits, selects, store_rows, token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
@@ -55,6 +54,7 @@ def build(plan: Plan) -> PrimFunc:
     P_LO = D_V if TAIL else 0  # first column of P in its buffer
     TOKENS = plan.tokens
     dtype, idx_t = plan.dtype, plan.index_dtype
+    INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
@@ -65,6 +65,14 @@ def build(plan: Plan) -> PrimFunc:
     ib, is_, ig, ik = (T.dynamic(n, "int64") for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ms, mg, mk = (T.dynamic(n, "int64") for n in ("m_b", "m_s", "m_g", "m_k"))
     tb, ts, tg, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
+
+    @T.macro
+    def load_slots(found, Indices, b, ti, g, slot, length):
+        # Entries of a thread's eight slots of a pair.
+        T.call_extern(
+            "handle", f"sparse_mla::load_slots<{INDEX}>", found.data, T.address_of(Indices[b, ti, g, 0]),
+            ik * INDEX_BYTES, slot, length,
+        )  # fmt: skip
 
     @T.macro
     def gather(KV_s, block, rows, ok, r0, c0, first, last):
@@ -144,6 +152,7 @@ def build(plan: Plan) -> PrimFunc:
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_1 = T.alloc_shared([ROWS], fp32, scope="shared")
+            sinks = T.alloc_shared([ROWS], fp32, scope="shared")
             if TAIL:  # noqa: SIM108
                 P_s = KV_s
             else:
@@ -170,12 +179,22 @@ def build(plan: Plan) -> PrimFunc:
             b = T.alloc_var("int64")
             head_0 = T.alloc_var("int64")
             heads = T.alloc_var("int32")
-            tile = T.truncmod(bx, tiles_per_group)
-            ti = T.cast(T.truncdiv(bx, tiles_per_group), i64)
-            g = T.truncmod(ti, G)
-            ti = T.truncdiv(ti, G)
-            b = T.truncdiv(ti, L)
-            ti = T.truncmod(ti, L)
+            # A division costs a hundred clocks before the first copy: those by 1 are left out.
+            rest = T.alloc_var("int32")
+            rest = bx
+            tile = 0
+            g = 0
+            b = 0
+            if tiles_per_group != 1:
+                tile = T.truncmod(rest, tiles_per_group)
+                rest = T.truncdiv(rest, tiles_per_group)
+            if G != 1:
+                g = T.cast(T.truncmod(rest, T.cast(G, "int32")), i64)
+                rest = T.truncdiv(rest, T.cast(G, "int32"))
+            if B != 1:
+                b = T.cast(T.truncdiv(rest, T.cast(L, "int32")), i64)
+                rest = T.truncmod(rest, T.cast(L, "int32"))
+            ti = T.cast(rest, i64)
             t = ti * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
@@ -203,27 +222,35 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                load_rows(Q, Q_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                T.cp_async_barrier_noinc(q_ready)
-
-                idx = T.alloc_local([8], idx_t)
+                found = T.alloc_local([8], idx_t)
                 rows = T.alloc_local([8], "int64")
                 ok = T.alloc_local([8], "int32")
-                for j in T.unroll(8):
-                    slot = j // 4 * BLOCK_K + j % 4 * 16 + r0
-                    idx[j] = -1
-                    if slot < length:
-                        idx[j] = Indices[b, ti, g, slot]
+                load_slots(found, Indices, b, ti, g, r0, length)
+                for j in T.unroll(PASSES):
+                    token, head = if_exists(j * 16 + r0, TOKENS, heads, left)
+                    ok[j] = T.cast(exists(j * 16 + r0, TOKENS, heads, left), "int32")
+                    rows[j] = T.call_extern(
+                        "int64", "sparse_mla::kept", T.address_of(Q[b, t + token, head_0 + head, c0])
+                    )
+                T.call_extern(
+                    "handle", f"sparse_mla::gather_rows<{D // STEP}>",
+                    T.address_of(Q_s[r0, c0]), rows.data, ok.data, 0, 0,
+                )  # fmt: skip
+                # Sinks too: a read from global memory would stand in the way of the last step.
+                if lane < ROWS:
+                    T.ptx_cp_async(
+                        T.access_ptr(sinks[lane], "w", 1),
+                        T.access_ptr(Sink[head_0 + if_exists(lane, TOKENS, heads, left)[1]], "r", 1),
+                        1,
+                    )
+                T.cp_async_barrier_noinc(q_ready)
 
                 for i in T.serial(pairs):
-                    for j in T.unroll(8):
-                        ok[j] = T.cast((T.cast(idx[j], i64) >= 0) & (T.cast(idx[j], i64) < limit), "int32")
-                        row = T.if_then_else(ok[j] != 0, T.cast(idx[j], i64), T.cast(0, i64))
-                        rows[j] = T.call_extern("int64", "sparse_mla::kept", T.address_of(KV[b, row, g, c0]))
-                        slot = (i + 1) * 2 * BLOCK_K + j // 4 * BLOCK_K + j % 4 * 16 + r0
-                        idx[j] = -1
-                        if slot < length:
-                            idx[j] = Indices[b, ti, g, slot]
+                    T.call_extern(
+                        "handle", f"sparse_mla::place_rows<{INDEX}>", rows.data, ok.data, found.data,
+                        T.address_of(KV[b, 0, g, c0]), ks * ITEM, limit,
+                    )  # fmt: skip
+                    load_slots(found, Indices, b, ti, g, (i + 1) * 2 * BLOCK_K + r0, length)
 
                     T.barrier_wait(left_free[0], (i & 1) ^ 1)
                     if TOKENS > 1:
@@ -265,6 +292,7 @@ def build(plan: Plan) -> PrimFunc:
                 scale_0 = T.alloc_fragment([ROWS], fp32)
                 l_0 = T.alloc_fragment([ROWS], fp32)
                 l_i_0 = T.alloc_fragment([ROWS], fp32)
+                sink_0 = T.alloc_fragment([ROWS], fp32)
                 valid_0 = T.alloc_local([4], "int32")
                 T.fill(o_l, 0)
                 T.fill(l_0, 0)
@@ -329,6 +357,7 @@ def build(plan: Plan) -> PrimFunc:
 
                 T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
                 T.copy(l_0, sum_0)
+                T.copy(sinks, sink_0)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
                 T.copy(sum_1, l_i_0)
@@ -348,7 +377,7 @@ def build(plan: Plan) -> PrimFunc:
                             fp32,
                             "sparse_mla::weight_over",
                             l_0[h],
-                            m_0[h] - Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]],
+                            m_0[h] - sink_0[h],
                         ),
                         0.0,
                     )
@@ -368,6 +397,7 @@ def build(plan: Plan) -> PrimFunc:
                 scale_1 = T.alloc_fragment([ROWS], fp32)
                 l_1 = T.alloc_fragment([ROWS], fp32)
                 l_i_1 = T.alloc_fragment([ROWS], fp32)
+                sink_1 = T.alloc_fragment([ROWS], fp32)
                 valid_1 = T.alloc_local([4], "int32")
                 T.fill(o_r, 0)
                 T.fill(l_1, 0)
@@ -385,12 +415,10 @@ def build(plan: Plan) -> PrimFunc:
                         T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
                     T.barrier_wait(slots_ready[1], i & 1)
                     load_valid(valid_1, slots, 1)
-                    T.wait_wgmma(0)
-                    mask(s_1, valid_1, slots, 1)
-                    T.copy(m_both_1, m_prev_1)
-                    T.reduce_max(s_1, m_1, dim=1, clear=True)
-                    # Block 0 first, in both warpgroups: its buffers are free again while block 1 is under way.
+                    # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is under
+                    # way; here it is taken up beside the product of block 1's scores.
                     T.barrier_wait(max_0_ready, i & 1)
+                    T.copy(m_both_1, m_prev_1)
                     T.copy(max_0, m_both_1)
                     for h in T.Parallel(ROWS):
                         scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
@@ -399,6 +427,9 @@ def build(plan: Plan) -> PrimFunc:
                         l_1[h] *= scale_1[h]
                     T.barrier_wait(p_0_ready, i & 1)
                     T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
+                    T.wait_wgmma(1)
+                    mask(s_1, valid_1, slots, 1)
+                    T.reduce_max(s_1, m_1, dim=1, clear=True)
                     T.copy(m_both_1, m_prev_1)
                     for h in T.Parallel(ROWS):
                         m_both_1[h] = T.max(m_1[h], m_both_1[h])
@@ -420,6 +451,7 @@ def build(plan: Plan) -> PrimFunc:
 
                 T.call_extern("handle", "sparse_mla::quad_sums", l_1.data)
                 T.copy(l_1, sum_1)
+                T.copy(sinks, sink_1)
                 T.barrier_arrive(sums_ready)
                 T.barrier_wait(sums_ready, 0)
                 T.copy(sum_0, l_i_1)
@@ -434,7 +466,7 @@ def build(plan: Plan) -> PrimFunc:
                             fp32,
                             "sparse_mla::weight_over",
                             l_1[h],
-                            m_1[h] - Sink[head_0 + if_exists(h, TOKENS, heads, left)[1]],
+                            m_1[h] - sink_1[h],
                         ),
                         0.0,
                     )

@@ -217,6 +217,30 @@ __device__ __forceinline__ long long kept(const void *address) {
   asm volatile("" : "+l"(value));
   return value;
 }
+// Entries of eight slots, 16 apart from `slot`; -1, which is no row, from `length` on, unread. `list`: address of slot
+// 0's entry, `stride`: bytes from one to the next.
+template <typename Index>
+__device__ __forceinline__ void load_slots(void *found, const void *list, long long stride, int slot, int length) {
+  const char *from = static_cast<const char *>(list) + slot * stride;
+#pragma unroll
+  for (int j = 0; j < 8; ++j, from += 16 * stride)
+    static_cast<Index *>(found)[j] = slot + 16 * j < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
+}
+__device__ __forceinline__ long long offset(int row, long long stride) { return static_cast<unsigned>(row) * stride; }
+__device__ __forceinline__ long long offset(long long row, long long stride) { return row * stride; }
+// Addresses of eight rows of kv, of row 0 for what is no row, and which are rows: those from 0 to below `limit`.
+template <typename Index>
+__device__ __forceinline__ void place_rows(void *rows, void *valid, const void *found, const void *kv, long long stride,
+                                           long long limit) {
+  const Index end = limit < 0x7fffffff || sizeof(Index) > 4 ? limit : 0x7fffffff;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const Index row = static_cast<const Index *>(found)[j];
+    const bool is_row = row >= 0 && row < end;
+    static_cast<int *>(valid)[j] = is_row;
+    static_cast<long long *>(rows)[j] = kept(static_cast<const char *>(kv) + offset(is_row ? row : 0, stride));
+  }
+}
 }  // namespace sparse_mla
 """
 

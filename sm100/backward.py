@@ -28,8 +28,7 @@ scores of i + 1 only S before the last columns, dP when their dout^T P has been 
 and dS, parts changing hands in between. P and dS are rounded once, dS unscaled.
 """
 
-import cuda.bindings.driver as cuda  # noqa: I001
-import cutlass
+import cutlass  # noqa: I001
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
@@ -58,15 +57,7 @@ class Backward(Forward):
         super().__init__(plan)
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        strides: tuple[(Int64,) * len(STRIDES)],
-        scales: tuple[(Float32,) * len(SCALES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, strides, scales, ctas, stream):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         plan = self.plan
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -165,9 +156,6 @@ class Backward(Forward):
                         column = Int32(D_V) if span == plan.spans else rank * plan.columns + span * SPAN
                         where = smem["kv"] + span * PIECE + half * (HALF_K * SPAN * ITEM)
                         self.gather_rows(where, kv_map, column, rows, bar["kv_full"])
-                # The same lane has read the numbers.
-                with cute.arch.elect_one():
-                    ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
                 if i == 0:
                     self.load_chunks(smem, bar, half, rank, q_map, dout_map, (s, g, b), q_phase, (early, plan.chunks))
@@ -242,8 +230,9 @@ class Backward(Forward):
                 # The warps that made P have read S and dP, and dq of the tile before.
                 self.wait_both(bar["p_ready"], p_phase)
                 p_phase ^= 1
-                ptx.fence_after()
                 if const_expr(plan.pair):
+                    # Alone, the first dkv has a fence.
+                    ptx.fence_after()
                     self.dq(smem, bar, tmem, rank, i > 0, last)
                 if const_expr(plan.shared_sums):
                     if self.tails(rank) == 1:
@@ -404,9 +393,6 @@ class Backward(Forward):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
                 mask = ptx.load_words(at_mask, 1, Uint32)[0] >> Uint32(group * KEYS)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
 
                 ptx.wait(bar["s_ready"], s_phase)
@@ -558,8 +544,8 @@ class Backward(Forward):
             ptx.wait(barrier, phase)
 
     # Does: adds dkv, or stores its terms. Lane l of tensor memory is column l of a chunk of d.
-    # Produces: dkv_free, dp_free.
-    # Consumes: dkv_ready, rows_ready.
+    # Produces: dkv_free, dp_free; rows_free for all roles: a block's dkv comes from what they have made of its rows.
+    # Consumes: dkv_ready.
     @cute.jit
     def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, sm_scale):
         plan = self.plan
@@ -567,8 +553,7 @@ class Backward(Forward):
         lane = cute.arch.lane_idx()
         quadrant = warp - ROLE["epilogue"].first
         lanes = tmem + (quadrant * WARP << 16)
-        rows_stage, rows_phase = Int32(0), Int32(0)
-        phase = Int32(0)
+        stage, phase = Int32(0), Int32(0)
         row_bytes = n["G"] * (plan.D * 4)
         if const_expr(plan.ordered):
             row_bytes = Int32(plan.D * 4)
@@ -583,9 +568,8 @@ class Backward(Forward):
             # Its first of the four columns that this lane adds to.
             target += Int64(rank * plan.columns + quadrant * WARP + lane // 4 * 4) * 4
             for block in cutlass.range(self.blocks(at, n, by, tile)):
-                ptx.wait(bar["rows_ready"] + 8 * rows_stage, rows_phase)
                 # Of 8 keys, and columns of tensor memory, lane l has two: 2 (l % 4) and the next.
-                numbers = smem["row_numbers"] + (rows_stage * BLOCK_K + lane % 4 * 2) * 4
+                numbers = smem["row_numbers"] + (stage * BLOCK_K + lane % 4 * 2) * 4
                 base = target
                 if const_expr(plan.ordered):
                     base += Int64(block * BLOCK_K + lane % 4 * 2) * row_bytes
@@ -601,8 +585,8 @@ class Backward(Forward):
                 if const_expr(plan.tail and not plan.shared_sums):
                     self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
                     phase ^= 1
-                self.arrive_warp(bar["rows_free"] + 8 * rows_stage)
-                rows_stage, rows_phase = _next(rows_stage, rows_phase, ROW_STAGES)
+                self.arrive_warp(bar["rows_free"] + 8 * stage)
+                stage = (stage + 1) % ROW_STAGES
 
     @cute.jit
     def add_tail(self, bar, lanes, quadrant, target, row_bytes, numbers, phase, sm_scale):
@@ -631,14 +615,19 @@ class Backward(Forward):
             if const_expr(not is_tail and len(given) == start):
                 reach = BLOCK_K if plan.reads_ahead else start + width
                 for key in cutlass.range_constexpr(start, reach, HALF_K):
-                    given += self.read_sums(lanes + p_dout + key, plan.reads_ahead)
+                    given += self.read_sums(lanes + p_dout + key)
+                    if const_expr(plan.shared_sums and reach == BLOCK_K):
+                        # The last wait would do; with it alone the replay is 2.8 % slower.
+                        cute.arch.fence_view_async_tmem_load()
                 if const_expr(plan.shared_sums and reach == BLOCK_K):
                     if is_last:
                         ptx.fence_before()
                         self.arrive_warp(bar["dp_free"])
             sums = []
             for key in cutlass.range_constexpr(start, start + width, HALF_K):
-                sums += [x * sm_scale for x in self.read_sums(lanes + ds_q + key, False)]
+                sums += self.read_sums(lanes + ds_q + key)
+            cute.arch.fence_view_async_tmem_load()
+            sums = [x * sm_scale for x in sums]
             if const_expr(not is_tail):
                 sums = [x + y for x, y in zip(sums, given[start : start + width], strict=True)]
             if const_expr(start + width == BLOCK_K):
@@ -655,16 +644,12 @@ class Backward(Forward):
                     else:
                         ptx.add_quad(target + Int64(found[i]) * row_bytes, values, found[i] >= 0)
 
-    def read_sums(self, columns, at_once: bool) -> list:
+    def read_sums(self, columns) -> list:
         """32 keys of the warp's lanes 0 to 15, then 16 to 31: register 4 i + 2 j + k of 16 is row l // 4 + 8 j and key
-        8 i + 2 (l % 4) + k. Where all are used at once, one after the other: they would spill.
+        8 i + 2 (l % 4) + k; wait::ld before use.
         """
-        out = []
-        for first in (0, WARP // 2):
-            out += ptx.load_fragments(columns + (first << 16), HALF_K)
-            if not at_once or first > 0:
-                cute.arch.fence_view_async_tmem_load()
-        return out
+        low, high = (ptx.load_fragments(columns + (first << 16), HALF_K) for first in (0, WARP // 2))
+        return low + high
 
     @cute.jit
     def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale):

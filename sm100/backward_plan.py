@@ -91,7 +91,7 @@ class BackwardPlan(Plan):
             Barrier("kv_full", ("gather",)),
             Barrier("kv_free", ("mma",)),
             Barrier("rows_ready", ("index",), ROW_STAGES),
-            Barrier("rows_free", ("gather", "softmax", "epilogue"), ROW_STAGES),
+            Barrier("rows_free", ("epilogue",), ROW_STAGES),
             Barrier("s_ready", ("mma",)),
             *(both if self.pair else ()),
             *(shared if self.shared_sums else ()),

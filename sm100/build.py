@@ -27,7 +27,10 @@ KERNELS: dict[type, tuple[Any, type]] = {
 
 
 def example_arguments(plan: AnyPlan) -> tuple:
-    """Arguments of the right types for a compilation; see `__call__` of the kernel."""
+    """Arguments for a compilation: what every kernel's `__call__` takes, lists without a name left out.
+
+    Their types are those of the entry point.
+    """
     module, _ = KERNELS[type(plan)]
     values = {"POINTERS": Int64(0), "SIZES": Int32(1), "STRIDES": Int64(8), "SCALES": Float32(1.0)}
     lists = (tuple(value for _ in getattr(module, name, ())) for name, value in values.items())

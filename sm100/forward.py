@@ -25,7 +25,6 @@ A slot has all columns of a pair's CTA, or half of a single CTA's; then the prod
 
 from typing import Any  # noqa: I001
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
@@ -70,15 +69,7 @@ class Forward:
         self.dtype, self.index_dtype = DTYPES[plan.dtype], INDEX_DTYPES[plan.index_dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        strides: tuple[(Int64,) * len(STRIDES)],
-        scales: tuple[(Float32,) * len(SCALES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, strides, scales, ctas, stream):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         plan = self.plan
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

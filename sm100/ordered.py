@@ -6,7 +6,6 @@
 neither read nor written.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, cute
 
@@ -27,13 +26,7 @@ class OrderedSum:
         self.plan = plan
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, ctas, stream):
         self.kernel(pointers, sizes).launch(grid=(ctas, 1, 1), block=(SUM_WARPS * WARP, 1, 1), stream=stream)
 
     @cute.kernel

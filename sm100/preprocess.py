@@ -8,9 +8,8 @@ The main kernel needs one exponential per score: `p_hat = exp2(s - stats0)`, `P 
 only ones there are: no tile of heads or tokens, nothing padded, no buffer that is read past its end.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from . import ptx
 from .backward_plan import ROWS_PER_WARP, STATS_WARPS, RowPlan
@@ -34,14 +33,7 @@ class Preprocess:
         self.dtype = DTYPES[plan.dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        strides: tuple[(Int64,) * len(STRIDES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, strides, ctas, stream):
         self.kernel(pointers, sizes, strides).launch(grid=(ctas, 1, 1), block=(STATS_WARPS * WARP, 1, 1), stream=stream)
 
     @cute.kernel

@@ -14,7 +14,6 @@ lists; `Unions` sums these up, says in `chosen` whether the first are at most `p
 lists where they are not.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, Uint32, const_expr, cute
 
@@ -44,14 +43,7 @@ class Unions:
         self.index_dtype = INDEX_DTYPES[plan.index_dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        pointers: tuple[(Int64,) * len(POINTERS)],
-        sizes: tuple[(Int32,) * len(SIZES)],
-        strides: tuple[(Int64,) * len(STRIDES)],
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, pointers, sizes, strides, ctas, stream):
         plan = self.plan
         self.kernel(pointers, sizes, strides).launch(
             grid=(ctas, 1, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from bench.cases import Case
 from cute_sparse_mla import reference
-from cute_sparse_mla.precision import Judge
+from cute_sparse_mla.precision import Judge, Results
 
 from . import fuzz, tensor_core
 from .ptx_sim import capture_cute, project_hopper
@@ -92,3 +93,19 @@ def test_lse_of_cancelled_scores_is_told_from_other_misses() -> None:
     i.q[:] = i.kv[0, i.indices[0, :, 0].clamp(min=0)[:, 0].long()]
     exact, max_abs = Judge(i).forwards[0].lse, Judge(i).forwards[0].max_abs_score
     assert not fuzz.cancelled_scores(i, valid, exact * (1 + 4e-6), exact, max_abs)
+
+
+def test_fp32_sums_are_judged_as_fp32() -> None:
+    """Rows selected three times over: the budget's 0.2 % is granted where nothing rounds dkv, and only there."""
+    case = Case(S=12, S_kv=160, H=1, K=237, causal=True, positions="random", q_scale=4.0, sm_scale=0.5)
+    judge = Judge(case.inputs(seed=4))
+    out, lse = judge.budget_forward()
+    granted = judge.gradients(out, lse, dataclasses.replace(judge.rules[1], outputs=torch.float32))
+    exact = judge.gradients(out, lse, judge.rules[0])
+    for buffer in (True, False):
+        rounded = granted.dkv if buffer else granted.dkv.bfloat16()
+        results = Results(out, lse, granted.dq.bfloat16(), rounded, None)
+        checks = fuzz.checks_of(fuzz.Contract(case, 4, dkv_buffer=buffer), judge, results, exact)
+        assert all(check.ok for check in checks)
+    checks = fuzz.checks_of(fuzz.Contract(case, 4, dkv_buffer=False), judge, results._replace(dkv=granted.dkv), exact)
+    assert [check.name for check in checks if not check.ok] == ["dkv"]

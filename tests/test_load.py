@@ -123,18 +123,15 @@ def test_two_threads_compile_at_once() -> None:
     assert len(found) == 3 and all(callable(kernel) for kernel in found)
 
 
-# In a process of its own: a kernel compiled where every write into the folder of kernels fails.
-FULL = """
-import builtins, errno, sys, warnings
+# In a process of its own.
+COMPILES = """
+import sys, warnings
 import torch
 from cute_sparse_mla.hopper import launch
-build, folder, real = launch._build(), sys.argv[1], builtins.open
-def full(file, mode="r", *rest, **options):
-    if set(mode) & set("wax+") and str(file).startswith(folder):
-        raise OSError(errno.ENOSPC, "No space left on device", str(file))
-    return real(file, mode, *rest, **options)
+from tests import load
+build = launch._build()
 if sys.argv[2] == "full":
-    builtins.open = full
+    load.fill(sys.argv[1])
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     from cute_sparse_mla.hopper.plan import Plan
@@ -153,8 +150,8 @@ def test_tilelang_in_a_folder_that_cannot_be_written(how: str, tmp_path: Path) -
         place.write_text("")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TILELANG_")} | {VARIABLE: str(place)}
     done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", FULL, str(place), how], env=environment, capture_output=True, text=True,
-        check=False,
+        [sys.executable, "-W", "always", "-c", COMPILES, str(place), how], env=environment, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = done.stdout if how == "full" else done.stderr
@@ -171,12 +168,14 @@ def test_threads_that_call_at_once_are_right() -> None:
     assert load.threads(CPU) == {"ok": True, "failures": []}
 
 
-def test_a_process_of_the_load_command_is_right(tmp_path: Path) -> None:
-    assert load._answers([load._process(CPU, tmp_path)]) == {"processes": 1, "right": 1, "ok": True, "failures": []}
+@pytest.mark.parametrize("name", ["full-cache", "fork", "killed-compile"])
+def test_a_process_of_the_load_command_is_right(name: str) -> None:
+    row = load.SUBJECTS[name].run(CPU)
+    assert (row["right"], row["ok"], row["failures"]) == (1, True, [])
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("subject", [load.threads, load.out_of_memory, load.unwritable_cache])
-def test_load_on_a_gpu(subject: Callable) -> None:
-    row = subject(torch.device("cuda"))
+@pytest.mark.parametrize("name", [name for name in load.SUBJECTS if name != "mixed-calls"])
+def test_load_on_a_gpu(name: str) -> None:
+    row = load.SUBJECTS[name].run(torch.device("cuda"))
     assert row["ok"], row

@@ -650,6 +650,16 @@ def test_mutants_of_the_sm100_forward() -> None:
     assert verdicts.count("survived") <= 0.05 * len(verdicts)
 
 
+def test_committed_mutants_of_the_sm100_kernels() -> None:
+    """Of every kernel at least 95 % are reported, and what is not orders nothing."""
+    results = {n: r for n, r in json.loads(race_commands.RESULTS.read_text()).items() if n.startswith("sm100-")}
+    assert {n.split()[0] for n in results} == {t for t, *_ in race_commands.COMMITTED if t.startswith("sm100-")}
+    for name, record in results.items():
+        assert record["reported"] >= 0.95 * record["sites"], name
+        assert record["reported"] + record["redundant"] == record["sites"], name
+        assert not record["wrong without the redundant"], name
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     launch(broken(CTA["bar.sync"][1], 0), {}, shared=LARGE, block=64).save(tmp_path / "bad" / "000")
     launch(broken(CTA["bar.sync"][1], -1), {}, shared=LARGE, block=64).save(tmp_path / "good" / "000")
