@@ -5,26 +5,29 @@
 
 `q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
-stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines. With several
-tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all of them.
+stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines, to which the
+lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero and is added to a valid row nearby,
+so that adds need no predicate. With several tokens a tile's slots are the union of their rows, as in `forward.py`, and
+a row of kv is added to once for all of them.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
-the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns.
+the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
+the stream beside the gather and the scores is shared memory's port, so q and dout lie below each other and KV is read
+once for both, and no accumulator passes through shared memory.
 
     copy warpgroup                scores' warpgroup               stream of dkv
     gather group n, kv_ready[n]   wait kv_ready[n]
-      (n = 0, 1, 2, 3)            S^T += K_n Q_n^T
-                                  dP^T += V_n dO_n^T
+      (n = 0, 1, 2, 3)            [S^T dP^T] += K_n [Q_n dO_n]^T
                                   P, dS; wait ds_free
                                   dS to shared memory, ds_ready
     wait ds_ready                 wait p_free                     wait ds_ready; acc = dS^T Q under the last adds
-    wait kv_free[0], gather 0     P handed over, p_ready            of the block before, then p_free
-    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers
+    wait kv_free[0], gather 0     P handed over, p_ready            of the block before
+    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers, frees p_free
     dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, from the last down:
-    frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows turned where P was, half kept
-    wait tail_free, gather 3                                        next acc = dS^T Q under the adds of the first half
+    frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows kept, half dealt and added
+    wait tail_free, gather 3                                        next acc = dS^T Q under the adds of those kept
                                                                     (first chunk: dq tail += dS K tail, tail_free)
-                                                                    acc = sm_scale acc + P^T dO under the other adds
+                                                                    acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS)
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
@@ -38,13 +41,14 @@ in row `x part_slots + k` of `dKV`.
 """
 
 import tilelang.language as T  # noqa: I001
+from tilelang.layout import Fragment
 from tvm.tirx import PrimFunc
 
 from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE, SUBNORMAL
+from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .tile import (
     PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
     selects, store_rows,
@@ -64,8 +68,18 @@ def build(plan: Plan) -> PrimFunc:
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
     SPLIT = HALF + 128
+    DTYPE = WGMMA_TYPE[dtype]
+    # Where P begins in shared memory: with a tail, where dout has none.
+    P_ROW, P_COLUMN = (ROWS, D_V) if TAIL else (0, 0)
     # Columns of KV that are gathered, and come free, together.
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
+    # Of the products of scores: the first, more, the last with the tail of S^T.
+    PARTS = (0, 1, 1, 2 if TAIL else 1)
+    # Of a [64 x 64] accumulator, by threads.
+    ACCUMULATOR = Fragment(
+        [BLOCK_K, ROWS],
+        forward_fn=lambda k, h: (k // 16 * 32 + k % 8 * 4 + h % 8 // 2, h // 8 * 4 + k % 16 // 8 * 2 + h % 2),
+    )
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv, its terms or factors, and of the sums of dq between parts.
@@ -105,48 +119,54 @@ def build(plan: Plan) -> PrimFunc:
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def say_rows(slot_row, buffer, rows, lane, r0):
+    def say_rows(i, slot_row, slot_to, rows, lane, r0):
+        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
+        other = T.call_extern("int32", "sparse_mla::valid_row", rows.data)
         if lane % 8 == 0:
             for r in T.unroll(PASSES):
-                slot_row[buffer, r * 16 + r0] = rows[r]
+                slot_row[i & 1, r * 16 + r0] = rows[r]
+                slot_to[i & 1, r * 16 + r0] = (
+                    i * BLOCK_K + r * 16 + r0 if ORDERED else T.if_then_else(rows[r] < 0, other, rows[r])
+                )
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
+        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
     ):
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
-            say_rows(slot_row, i & 1, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
         gather(0, KV_s, r0, c0, source, rows, kv_ready)
         if TOKENS == 1:
-            say_rows(slot_row, i & 1, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
-    def scores(n, i, KV_s, Q_s, dO_s, s, dp, kv_ready):
-        first, last = GROUPS[n]
+    def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
+        first = GROUPS[n][0]
         T.barrier_wait(kv_ready[n], i & 1)
         T.fence_proxy_async()
-        T.wgmma_gemm(KV_s[:, first:last], Q_s[:, first:last], s, transpose_B=True, clear_accum=n == 0)
-        last = min(last, D_V)
-        T.wgmma_gemm(KV_s[:, first:last], dO_s[:, first:last], dp, transpose_B=True, clear_accum=n == 0)
-
-    @T.macro
-    def turn_and_keep(acc, kept, stage):
-        T.call_extern("handle", "sparse_mla::turn_and_keep", acc.data, kept.data, T.access_ptr(stage[0], "r", 1))
-
-    @T.macro
-    def turn_kept(kept, stage):
-        T.call_extern("handle", "sparse_mla::turn<2>", kept.data, T.access_ptr(stage[0], "r", 1))
-
-    @T.macro
-    def add(n, valid, stage, to, rows, row_bytes):
-        # Half of what was turned: rows[n] and those of the other lanes.
         T.call_extern(
-            "handle", f"sparse_mla::add<{STORE}, {n % 2}, {valid}>", T.access_ptr(stage[0], "r", 1), to[0], rows[n],
-            row_bytes,
+            "handle", f"sparse_mla::scores<{DTYPE}, {PARTS[n]}>",
+            s.data, dp.data, T.access_ptr(KV_s[0, first], "r", 1), T.access_ptr(QdO_s[0, first], "r", 1),
+        )  # fmt: skip
+
+    def place_of(P_s):
+        # Where P is handed over: with a tail, where dout has none.
+        return T.access_ptr(P_s[P_ROW, P_COLUMN] if TAIL else P_s[0], "r", 1)
+
+    @T.macro
+    def keep(acc, kept):
+        T.call_extern("handle", "sparse_mla::keep", acc.data, kept.data)
+
+    @T.macro
+    def add(half, valid, pairs, to, rows, row_bytes):
+        # Half of the rows of an accumulator, of the second half what was kept.
+        T.call_extern(
+            "handle", f"sparse_mla::add<{STORE}, {valid}, {2 if half else 4}>", pairs.data, to[0], rows[2 * half],
+            rows[2 * half + 1], row_bytes,
         )  # fmt: skip
 
     @T.macro
@@ -155,64 +175,53 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(
-        end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale
-    ):
-        # Adds of the chunk of columns up to `end` while the next one is computed.
-        T.wgmma_gemm(dS_s, Q_s[:, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
+    def chunk(end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale):
+        # Adds of the chunk of columns up to `end`, those of its second half while the next one is computed.
+        keep(acc, kept)
+        add(0, valid, acc, to, rows, row_bytes)
+        T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
             T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
-        add(0, valid, P_s, to, rows, row_bytes)
-        add(1, valid, P_s, to, rows, row_bytes)
-        turn_kept(kept, P_s)
+        add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         if frees:
             T.barrier_arrive(freed)
         scale(acc, sm_scale)
-        T.wgmma_gemm(p, dO_s[:, end - 2 * CHUNK : end - CHUNK], acc)
-        add(2, valid, P_s, to, rows, row_bytes)
-        add(3, valid, P_s, to, rows, row_bytes)
+        T.wgmma_gemm(p, QdO_s[ROWS:, end - 2 * CHUNK : end - CHUNK], acc)
         T.wait_wgmma(0)
         to[0] -= CHUNK * 4
-        turn_and_keep(acc, kept, P_s)
 
     @T.macro
     def stream(
-        valid, i, blocks, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready,
-        ds_free, tail_free,
+        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
+        tail_free,
     ):  # fmt: skip
         # All chunks of a block, the last columns first: those of the tail have no P^T dO.
-        turn_and_keep(acc, kept, P_s)
         if TAIL:
-            chunk(
-                D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, rows, row_bytes,
-                sm_scale,
-            )  # fmt: skip
+            chunk(D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale)
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
-                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, P_s, Q_s, dO_s,
-                KV_s, to, rows, row_bytes, sm_scale,
+                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s,
+                to, rows, row_bytes, sm_scale,
             )  # fmt: skip
+        keep(acc, kept)
+        add(0, valid, acc, to, rows, row_bytes)
         if i + 1 < blocks:
             T.barrier_wait(ds_ready, (i + 1) & 1)
         # The next block's first; after the last block of no use.
-        T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
-        add(0, valid, P_s, to, rows, row_bytes)
-        add(1, valid, P_s, to, rows, row_bytes)
-        turn_kept(kept, P_s)
+        T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
+        add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         scale(acc, sm_scale)
-        add(2, valid, P_s, to, rows, row_bytes)
-        add(3, valid, P_s, to, rows, row_bytes)
         to[0] += (D - CHUNK) * 4
 
     @T.macro
-    def store_factor(X_s, dKV, row_0, lane, first):
+    def store_factor(X_s, x_row, x_column, dKV, row_0, lane, first):
         # The [64 x 64] operand of a block: columns from `first` of its slots' rows.
         for r in T.unroll(PASSES):
             row, column = r * 16 + lane // 8, lane % 8 * VECTOR
             for v in T.vectorized(VECTOR):
-                dKV[(row_0 + row) * FACTOR_COLUMNS + first + column + v] = X_s[row, column + v]
+                dKV[(row_0 + row) * FACTOR_COLUMNS + first + column + v] = X_s[x_row + row, x_column + column + v]
 
     @T.macro
     def store_factors(
@@ -222,13 +231,13 @@ def build(plan: Plan) -> PrimFunc:
             T.barrier_wait(ds_ready, i & 1)
             if TAIL:
                 T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
-            store_factor(dS_s, dKV, row_0 + i * BLOCK_K, lane, 0)
+            store_factor(dS_s, 0, 0, dKV, row_0 + i * BLOCK_K, lane, 0)
             if TAIL:
                 T.wait_wgmma(0)
                 T.barrier_arrive(tail_free)
             T.barrier_arrive(ds_free)
             T.barrier_wait(p_ready, i & 1)
-            store_factor(P_s, dKV, row_0 + i * BLOCK_K, lane, ROWS)
+            store_factor(P_s, P_ROW, P_COLUMN, dKV, row_0 + i * BLOCK_K, lane, ROWS)
             T.barrier_arrive(p_free)
 
     @T.macro
@@ -281,18 +290,21 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + SUBNORMAL + DKV_STREAM)
-            Q_s = T.alloc_shared([ROWS, D], dtype)
-            dO_s = T.alloc_shared([ROWS, D_V], dtype)
+            T.import_source(LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
+            # q, and below it dout, so that one product takes kv to both.
+            QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
-            # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
-            if FACTORED:
+            # P by lanes, or in rows.
+            if TAIL:
+                P_s = QdO_s
+            elif FACTORED:
                 P_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             else:
                 P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
+            slot_to = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             # Who selected a slot, bit t for token t.
             slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
 
@@ -355,8 +367,8 @@ def build(plan: Plan) -> PrimFunc:
 
                 # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
                 if blocks > 0:
-                    load_rows(Q, Q_s, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                    load_rows(dO, dO_s, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
+                    load_rows(Q, QdO_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
+                    load_rows(dO, QdO_s, ROWS, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
                 if lane < ROWS:
                     token, head = if_exists(lane, TOKENS, heads, left)
                     for v in T.unroll(3):
@@ -373,15 +385,13 @@ def build(plan: Plan) -> PrimFunc:
                     idx[r] = -1
                     if r * 16 + r0 < length:
                         idx[r] = Indices[b, ti, g, r * 16 + r0]
-                dq_2 = T.alloc_fragment([ROWS, 128], fp32)
-                dq_3 = T.alloc_fragment([ROWS, 128], fp32)
-                start_dq(dq_2, Sums, starts, cta, HALF, SPLIT)
-                start_dq(dq_3, Sums, starts, cta, SPLIT, D_V)
+                dq_r = T.alloc_fragment([ROWS, HALF], fp32)
+                start_dq(dq_r, Sums, starts, cta, HALF, D_V)
 
                 next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
                 if blocks > 0:
                     gather_first(
-                        0, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
                         kv_ready, rows_ready,
                     )  # fmt: skip
                     gather(1, KV_s, r0, c0, source, rows, kv_ready)
@@ -394,14 +404,13 @@ def build(plan: Plan) -> PrimFunc:
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
-                            kv_ready, rows_ready,
+                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
+                            rows, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
                         gather(1, KV_s, r0, c0, source, rows, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
-                    T.wgmma_gemm(dS_s, KV_s[:, HALF:SPLIT], dq_2, transpose_A=True)
-                    T.wgmma_gemm(dS_s, KV_s[:, SPLIT:D_V], dq_3, transpose_A=True)
+                    T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(ds_free)
                     if i < blocks - 1:
@@ -409,8 +418,7 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
                         gather(3, KV_s, r0, c0, source, rows, kv_ready)
-                leave_dq(dq_2, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, SPLIT)
-                leave_dq(dq_3, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, SPLIT, D_V)
+                leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, rows_ready, ds_free, p_free.
@@ -418,41 +426,47 @@ def build(plan: Plan) -> PrimFunc:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
                 dp = T.alloc_fragment([BLOCK_K, ROWS], fp32)
+                T.annotate_layout({s: ACCUMULATOR, dp: ACCUMULATOR})
                 p = T.alloc_fragment([BLOCK_K, ROWS], dtype)
+                ds = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 dq_0 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_1 = T.alloc_fragment([ROWS, 128], fp32)
                 start_dq(dq_0, Sums, starts, cta, 0, 128)
                 start_dq(dq_1, Sums, starts, cta, 128, HALF)
                 for i in T.serial(blocks):
-                    scores(0, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(1, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(2, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
-                    scores(3, i, KV_s, Q_s, dO_s, s, dp, kv_ready)
+                    scores(0, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(1, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
+                    scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
                     T.barrier_wait(rows_ready, i & 1)
-                    T.wait_wgmma(1)
+                    T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
-                        s[k, h] = T.if_then_else(
+                        s[k, h] = T.Select(
                             slot_row[i & 1, k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], h, TOKENS),
                             T.exp2(s[k, h] * scale_log2 - stats[0, h]),
                             T.float32(0),
                         )
-                    T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
-                        dp[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
+                        ds[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
                     for k, h in T.Parallel(BLOCK_K, ROWS):
                         s[k, h] *= stats[1, h]
                     if not FACTORED:
-                        T.copy(s, p)
+                        for k, h in T.Parallel(BLOCK_K, ROWS):
+                            p[k, h] = s[k, h]
                     T.barrier_wait(ds_free, (i & 1) ^ 1)
-                    T.copy(dp, dS_s)
+                    T.call_extern(
+                        "handle", "sparse_mla::store_operand", ds.data,
+                        T.access_ptr(dS_s[tx // 32 * 16 + tx % 16, tx % 32 // 16 * 8], "w", 1),
+                    )  # fmt: skip
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
                     T.barrier_wait(p_free, (i & 1) ^ 1)
                     if FACTORED:
-                        T.copy(s, P_s)
+                        for k, h in T.Parallel(BLOCK_K, ROWS):
+                            P_s[P_ROW + k, P_COLUMN + h] = s[k, h]
                     else:
-                        T.call_extern("handle", "sparse_mla::give", p.data, T.access_ptr(P_s[0], "r", 1))
+                        T.call_extern("handle", "sparse_mla::give", p.data, place_of(P_s))
                     T.barrier_arrive(p_ready)
                     T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
                     T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
@@ -476,14 +490,14 @@ def build(plan: Plan) -> PrimFunc:
                     tail_free,
                 )  # fmt: skip
                 if TAIL:
-                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, sm_scale, D_V, D)
+                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D)
 
             # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
                 my_slot = T.alloc_var("int32")
-                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8
+                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
                 my_rows = T.alloc_local([4], "int32")
                 row_bytes = T.alloc_var("int32")
                 row_bytes = T.cast((D if ORDERED else G * D) * 4, "int32")
@@ -501,31 +515,29 @@ def build(plan: Plan) -> PrimFunc:
                 kept = T.alloc_local([16], fp32)
                 if blocks > 0:
                     T.barrier_wait(ds_ready, 0)
-                    T.wgmma_gemm(dS_s, Q_s[:, D - CHUNK :], acc, clear_accum=True)
+                    T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
                     T.wait_wgmma(0)
                     scale(acc, sm_scale)
                 for i in T.serial(blocks):
                     for n in T.unroll(4):
-                        my_rows[n] = slot_row[i & 1, my_slot + 4 * n]
-                        if ORDERED:
-                            my_rows[n] = T.if_then_else(my_rows[n] >= 0, i * BLOCK_K + my_slot + 4 * n, -1)
+                        my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
                     T.barrier_wait(p_ready, i & 1)
-                    T.call_extern("handle", "sparse_mla::take", p_b.data, T.access_ptr(P_s[0], "r", 1))
+                    T.call_extern("handle", "sparse_mla::take", p_b.data, place_of(P_s))
+                    T.barrier_arrive(p_free)
                     if not TAIL:
-                        T.wgmma_gemm(p_b, dO_s[:, D - CHUNK :], acc)
+                        T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
-                    # Adds that ask for no validity: ptxas makes a branch of every predicated one.
-                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_row[i & 1, 0], "r", 1)) != 0:
+                    # ptxas makes a branch of every predicated add: they are for blocks half of which is invalid.
+                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
                         stream(
-                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
-                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
+                            sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                     else:
                         stream(
-                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, P_s, Q_s, dO_s, KV_s, to, my_rows,
-                            row_bytes, sm_scale, ds_ready, ds_free, tail_free,
+                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
+                            sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
-                    T.barrier_arrive(p_free)
                 if TAIL:
                     leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D)
 

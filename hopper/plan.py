@@ -66,15 +66,17 @@ class Plan:
 
     @property
     def backward_smem(self) -> dict[str, int]:
-        """Shared memory of the backward by use."""
-        return {
-            f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
-            f"dout [{ROWS} x {D_V}]": ROWS * D_V * ITEM,
+        """Shared memory of the backward by use. P lies where dout has no tail, if q has one."""
+        parts = {
+            f"q over dout [{2 * ROWS} x {self.D}]": 2 * ROWS * self.D * ITEM,
             f"kv [{BLOCK_K} x {self.D}]": BLOCK_K * self.D * ITEM,
-            f"p, dS 2 x [{BLOCK_K} x {ROWS}]": 2 * BLOCK_K * ROWS * ITEM,
-            "slot rows and bits, row statistics": 3 * BLOCK_K * 4 + 3 * ROWS * 4,
+            f"dS [{BLOCK_K} x {ROWS}]": BLOCK_K * ROWS * ITEM,
+            "slot rows and bits, row statistics": 5 * BLOCK_K * 4 + 3 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
+        if self.D == D_V:
+            parts[f"p [{BLOCK_K} x {ROWS}]"] = BLOCK_K * ROWS * ITEM
+        return parts
 
 
 @dataclass(frozen=True)

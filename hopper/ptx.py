@@ -32,83 +32,58 @@ __device__ __forceinline__ void take(void *operand, const void *shared) {
 
 // A [64 x 64] accumulator of a warpgroup (m64 layout) is added to 64 fp32 rows in full 128-byte lines.
 // Straight from the registers a warp would touch 8 sectors of 32 bytes an instruction, which the L2 adds at 2.3 TB/s
-// against 3.8 for whole lines. So each warp turns [8 rows x 64 columns] at a time in its own 2 KB of shared memory:
-// float2 writes and float4 reads, both without bank conflicts (16-byte chunk c of row r stands at c ^ 2 (r % 4)).
-__device__ __forceinline__ char *stage(const void *shared) {
-  return static_cast<char *>(const_cast<void *>(shared)) + threadIdx.x % 128 / 32 * 2048;
+// against 3.8 for whole lines. So lanes deal them out by shuffles, 8 rows at a time.
+// Rows 8 to 15 of a warp's 16 are set aside, so that the accumulator can be used again. They are multiplied by an
+// opaque 1: copies would be merged with the accumulator, for which ptxas then finds no registers and serialises every
+// product.
+__device__ __forceinline__ float copy(float value, float one) {
+  float result;
+  asm volatile("mul.f32 %0, %1, %2;" : "=f"(result) : "f"(value), "f"(one));
+  return result;
 }
-template <int Offset> __device__ __forceinline__ void store_pair(unsigned to, const float *pair) {
-  asm volatile("{\n"
-               ".reg .b64 pair;\n"
-               "mov.b64 pair, {%1, %2};\n"
-               "st.shared.b64 [%0 + %3], pair;\n"
-               "}" ::"r"(to), "f"(pair[0]), "f"(pair[1]), "n"(Offset)
-               : "memory");
-}
-// Turn 8 rows, of which a lane has 8 pairs of columns, every pair `Step` values after the one before.
-template <int Step> __device__ __forceinline__ void turn(const void *pairs, const void *shared) {
-  const float *from = static_cast<const float *>(pairs);
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned to = lane / 4 * 256 + ((lane % 4 * 8) ^ (lane / 4 % 4 * 32));
-  __syncwarp();
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(stage(shared) + (to ^ (j * 32))));
-    store_pair<0>(mine, from + Step * j);
-    store_pair<128>(mine, from + Step * (j + 4));
-  }
-  __syncwarp();
-}
-// Turn rows 0 to 7 of a warp's 16, and set the others aside, so that the accumulator can be used again. They are
-// multiplied by an opaque 1: copies would be merged with the accumulator, for which ptxas then finds no registers and
-// serialises every product.
-__device__ __forceinline__ void turn_and_keep(const void *accumulator, void *kept, const void *shared) {
-  const float *acc = static_cast<const float *>(accumulator);
-  turn<4>(acc, shared);
+__device__ __forceinline__ float opaque_one() {
   float one = 1.f;
   asm volatile("" : "+f"(one));
-#pragma unroll
-  for (int j = 0; j < 16; ++j)
-    asm volatile("mul.f32 %0, %1, %2;"
-                 : "=f"(static_cast<float *>(kept)[j])
-                 : "f"(acc[j / 2 * 4 + 2 + j % 2]), "f"(one));
+  return one;
 }
-// Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`.
+__device__ __forceinline__ void keep(const void *accumulator, void *kept) {
+  const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
+#pragma unroll
+  for (int j = 0; j < 16; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+}
+// Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`: the first 4 of 64 bytes that are
+// dealt to 4 lanes.
 __device__ __forceinline__ long long line(const void *dkv, long long at) {
-  return reinterpret_cast<long long>(static_cast<const float *>(dkv) + at + 4 * (threadIdx.x % 8));
+  const int lane = threadIdx.x % 4;
+  return reinterpret_cast<long long>(static_cast<const float *>(dkv) + at + lane % 2 * 8 + lane / 2 * 4);
 }
 #define SPARSE_MLA_LINE(INSTRUCTION)                                                                       \
   do {                                                                                                     \
     if constexpr (All)                                                                                     \
-      asm volatile(INSTRUCTION " [%0 + %5], {%1, %2, %3, %4};" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z),  \
-                   "f"(v.w), "n"(Offset)                                                                   \
+      asm volatile(INSTRUCTION " [%0 + %5], {%1, %2, %3, %4};" ::"l"(line), "f"(v[0]), "f"(v[1]), "f"(v[2]),  \
+                   "f"(v[3]), "n"(Offset)                                                                   \
                    : "memory");                                                                            \
     else                                                                                                   \
       asm volatile("{\n"                                                                                   \
                    ".reg .pred valid;\n"                                                                   \
                    "setp.ge.s32 valid, %5, 0;\n"                                                           \
                    "@valid " INSTRUCTION " [%0 + %6], {%1, %2, %3, %4};\n"                                 \
-                   "}" ::"l"(line), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(row), "n"(Offset)          \
+                   "}" ::"l"(line), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(row), "n"(Offset)          \
                    : "memory");                                                                            \
   } while (0)
 // Predicated, not branched around: a wait in a divergent path would serialise the products in flight.
 template <bool Store, bool All, int Offset>
-__device__ __forceinline__ void add_line(long long line, int row, const float4 v) {
+__device__ __forceinline__ void add_line(long long line, int row, const float *v) {
   if constexpr (Store)
     SPARSE_MLA_LINE("st.global.v4.f32");
   else
     SPARSE_MLA_LINE("red.global.add.v4.f32");
 }
 #undef SPARSE_MLA_LINE
-// Add four of the rows that were turned, 4 N to 4 N + 3, or with `Store` write them. `row`: row of dkv of slot
-// 4 N + lane / 8 of these, negative when the slot is invalid, which none is if `All`; `stride`: bytes from one row to
-// the next.
-template <bool Store, int N, bool All>
-__device__ __forceinline__ void add(const void *shared, long long to, int row, int stride) {
-  const unsigned lane = threadIdx.x % 32;
-  const char *from = stage(shared) + lane / 8 * 256 + ((lane % 8 * 16) ^ (lane / 8 * 32)) + 1024 * N;
-  const float4 left = *reinterpret_cast<const float4 *>(from), right = *reinterpret_cast<const float4 *>(from + 128);
-  long long at;  // opaque to the compiler: addresses kept from chunk to chunk would cost registers that are not there
+// Where a row begins, opaque to the compiler: addresses kept from chunk to chunk would cost registers that are not
+// there.
+__device__ __forceinline__ long long row_at(long long to, int row, int stride) {
+  long long at;
   asm volatile("{\n"
                ".reg .b64 offset;\n"
                "mul.wide.s32 offset, %1, %2;\n"
@@ -116,16 +91,106 @@ __device__ __forceinline__ void add(const void *shared, long long to, int row, i
                "}"
                : "=l"(at)
                : "r"(row), "r"(stride), "l"(to));
-  add_line<Store, All, 0>(at, row, left);
-  add_line<Store, All, 128>(at, row, right);
+  return at;
 }
-// Whether a warp finds no invalid slot among 64.
+// Add 8 of a warp's 16 rows, or with `Store` write them. `pairs`: of a lane's row two columns of every 8, each pair
+// `Step` values after the one before. `row0`, `row1`: rows of dkv of the even and the odd one of the two rows that 8
+// lanes hold, negative if they are invalid, which none is if `All`; `stride`: bytes from one row to the next.
+// Two lanes first exchange pairs, so that each has 4 columns in a row; then of two rows half is exchanged, so that 8
+// lanes have 32 columns of the one, and 32 of the other.
+template <bool Store, bool All, int Step>
+__device__ __forceinline__ void add(const void *pairs, long long to, int row0, int row1, int stride) {
+  const float one = opaque_one();
+  float mine[16];
+#pragma unroll
+  for (int j = 0; j < 16; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
+  const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
+  const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
+  const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float four[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float *left = mine + 8 * half + 4 * i, *right = left + 2;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
+        four[i][e] = odd ? other : left[e];
+        four[i][2 + e] = odd ? right[e] : other;
+      }
+    }
+    float line0[4], line1[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float other = __shfl_xor_sync(0xffffffffu, four[1][c], 4);
+      line0[c] = second ? other : four[0][c];
+      line1[c] = second ? four[0][c] : other;
+    }
+    if (half == 0) {
+      add_line<Store, All, 0>(at0, row0, line0);
+      add_line<Store, All, 0>(at1, row1, line1);
+    } else {
+      add_line<Store, All, 128>(at0, row0, line0);
+      add_line<Store, All, 128>(at1, row1, line1);
+    }
+  }
+}
+// A valid row for the terms of a thread's invalid slots, which are zero: one of its own four, else one of its warp's,
+// -1 if there is none. So hardly an add has to be left out.
+__device__ __forceinline__ int valid_row(const void *rows) {
+  const int none = 0x7fffffff;  // -1 without its sign
+  const int *row = static_cast<const int *>(rows);
+  const int own = min(min(row[0] & none, row[1] & none), min(row[2] & none, row[3] & none));
+  const int any = __reduce_min_sync(0xffffffffu, own), found = own == none ? any : own;
+  return found == none ? -1 : found;
+}
+// Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
   const int *row = static_cast<const int *>(rows) + threadIdx.x % 32;
   return __all_sync(0xffffffffu, row[0] >= 0 && row[32] >= 0);
 }
 }  // namespace sparse_mla
 """
+
+STACKED_SCORES = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
+namespace sparse_mla {
+// S^T and dP^T [64 x 64] of 128 columns in one product of 64 slots of kv and 128 rows, those of q with those of dout
+// below them: kv is read once, which two products would each do. `Part` 0 begins, 2 adds to S^T the 64 columns of the
+// tail, which dout has not. In shared memory 64 columns are a piece of 64 and of 128 rows of 128 bytes.
+template <tl::DataType Type, int Part>
+__device__ __forceinline__ void scores(const void *s, const void *dp, const void *kv, const void *q_dout) {
+  float *const halves[2] = {static_cast<float *>(const_cast<void *>(s)), static_cast<float *>(const_cast<void *>(dp))};
+  float c[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) c[i] = halves[i / 32][i % 32];
+  tl::GmmaDescriptor a, b;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(kv));
+  tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(q_dout));
+  tl::warpgroup_fence_operand(c, 64);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 128, 16, false, false, 1, 1>(
+        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 16384 + k % 4 * 32) >> 4)),
+        reinterpret_cast<uint32_t *>(c), Part > 0 || k > 0);
+  if constexpr (Part == 2)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+          uint64_t(a + ((2 * 8192 + k * 32) >> 4)), uint64_t(b + ((2 * 16384 + k * 32) >> 4)),
+          reinterpret_cast<uint32_t *>(c), 1);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(c, 64);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) halves[i / 32][i % 32] = c[i];
+}
+}  // namespace sparse_mla
+"""
+# Types of matrix operands in it.
+WGMMA_TYPE = {"bfloat16": "tl::DataType::kBFloat16", "float16": "tl::DataType::kFloat16"}
 
 GATHER = r"""
 namespace sparse_mla {

@@ -64,13 +64,16 @@ def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
 
 
 @T.macro
-def load_rows(X, X_s, b, t, head_0, heads, tokens, left, r0, c0, columns):
-    """The rows of a tile whose first token is t into shared memory; a row that does not exist becomes zero, unread."""
+def load_rows(X, X_s, first, b, t, head_0, heads, tokens, left, r0, c0, columns):
+    """The rows of a tile whose first token is t into rows of X_s from `first` on.
+
+    A row that does not exist becomes zero and is not read.
+    """
     for r in T.unroll(PASSES):
         for u in T.unroll(columns // STEP):
             token, head = if_exists(r * 16 + r0, tokens, heads, left)
             T.ptx_cp_async(
-                T.access_ptr(X_s[r * 16 + r0, u * STEP + c0], "w", VECTOR),
+                T.access_ptr(X_s[first + r * 16 + r0, u * STEP + c0], "w", VECTOR),
                 T.access_ptr(X[b, t + token, head_0 + head, u * STEP + c0], "r", VECTOR),
                 VECTOR,
                 predicate=exists(r * 16 + r0, tokens, heads, left),

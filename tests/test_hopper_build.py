@@ -48,7 +48,7 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 
 
 def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
-    with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 304896 of 232448 bytes"):
+    with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 305408 of 232448 bytes"):
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
 
 
