@@ -100,14 +100,17 @@ class GroupCosts:
     """What groups cost on one architecture.
 
     `slot`: a slot of a tile of several tokens beside one of a single token, up to so many rows of kv (masks cost,
-    rising rows save as kv leaves the L2). As shares of an ungrouped forward, `lists`: lists of 8 tokens a tile,
-    `lists_per_row`: those per row of kv, `exit`: the kernel that leaves at once.
+    rising rows save as kv leaves the L2, while tiles go through them together), and in calls of more than `together`
+    waves of single tokens at least `apart`. As shares of an ungrouped forward, `lists`: lists of 8 tokens a tile,
+    `lists_per_row`: of any, per row of kv, `exit`: the kernel that leaves at once.
     """
 
     slot: dict[int, float]
     lists: float
     lists_per_row: float
     exit: float
+    together: int = 1 << 31
+    apart: float = 0.0
 
     def per_mille(self, problem: Problem, tokens: int, units: int, gain: float = 1.0) -> int:
         """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays.
@@ -117,8 +120,9 @@ class GroupCosts:
         single = problem.B * problem.S * problem.G
         waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
         # Few tokens a tile make more lists: twice the cost at 2 tokens.
-        lists = (self.lists + self.lists_per_row * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + self.exit
+        lists = self.lists * (2 / 3 + 8 / (3 * tokens)) + self.lists_per_row * problem.S_kv + self.exit
         slot = next(cost for rows, cost in self.slot.items() if problem.S_kv <= rows)
+        slot = max(slot, self.apart if waves > self.together else 0.0)
         return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,21 +55,27 @@ from .plan import (
 if TYPE_CHECKING:
     from types import ModuleType
 
+Purpose = Literal["forward", "backward", "both"]  # passes that gather lists are made for
+
 # Versions that the tests ran with; others are refused by name.
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 # The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
 COSTS = GroupCosts(
-    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015
-)
-# Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
-FORWARD_MAY_LOSE = 1.05
+    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.92}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015,
+    together=256, apart=1.07,
+)  # fmt: skip
+# Where dkv exceeds the L2 a backward gains more than the forward, and beyond `FAR_GAINS` times the L2 much more (random
+# rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
+# forward some of its time, and those for a backward alone may be longer than a forward could bear.
+FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 4, 1.15, 1.3
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
 # Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
-# waves, 77.4 of two; over 32,768 rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
+# waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
+# rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
 FAR, LEAST_ADDS, FAR_WAVES = 2, 2.0, 2
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
@@ -226,9 +232,13 @@ def group_size(problem: Problem) -> int:
     return union_lists.group_size(problem, ROWS)
 
 
-def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
+def per_mille(problem: Problem, tokens: int, device: torch.device, purpose: Purpose = "both") -> int:
     """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays."""
-    gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
+    gain = 1.0
+    if purpose != "forward" and dkv_bytes(problem) > FAR_GAINS * L2_BYTES:
+        gain = BACKWARD_MAY_LOSE if purpose == "backward" else BOTH_MAY_LOSE
+    elif purpose != "forward" and sorts_rows(problem):
+        gain = 1.05
     return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
@@ -240,18 +250,19 @@ def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
     """
     a_tile, units = problem.B * problem.G * _tiles(problem), env.multiprocessors(device)
     adds = units * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
-    if dkv_bytes(problem) <= FAR * L2_BYTES or adds < LEAST_ADDS:
+    if dkv_bytes(problem) <= FAR * min(tokens, 2) * L2_BYTES or adds < LEAST_ADDS:
         return problem.S
     return max(1, FAR_WAVES * units // a_tile)
 
 
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    decide: bool = False,
+    decide: bool = False, purpose: Purpose = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
 
-    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay for the passes that
+    they are made for.
     """
     B, S, G, _ = indices.shape
     L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
@@ -263,15 +274,16 @@ def make_lists(
         _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
     return _lists(
         problem, plan, range(L), indices, topk_length, q_positions, samples=samples,
-        sampled=len(samples) if decide else 0,
+        sampled=len(samples) if decide else 0, most=per_mille(problem, tokens, device, purpose) if decide else 0,
     )  # fmt: skip
 
 
 def _lists(
     problem: Problem, plan: UnionPlan, tiles: range, indices: Tensor, topk_length: Tensor | None,
-    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, gate: Tensor | None = None, wanted: int = -1,
+    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, most: int = 0, gate: Tensor | None = None,
+    wanted: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The lists of some tiles, if `gate` is `wanted`."""
+    """The lists of some tiles, if `gate` is `wanted`, and `sampled` samples find at most `most` slots for 1000."""
     B, _, G, K = indices.shape
     device, tokens = indices.device, plan.tokens
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
@@ -282,7 +294,7 @@ def _lists(
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
-        tiles.start, sampled, _per_mille(problem, tokens, device) if sampled else 0, problem.S_kv, *flags,
+        tiles.start, sampled, most, problem.S_kv, *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
 
@@ -329,7 +341,7 @@ def _gathers(
     decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
     chosen, wanted = _scalar(device, 1, torch.int32), -1
     if tokens > 1:
-        made = lists or make_lists(problem, tokens, indices, *bounds, decide)
+        made = lists or make_lists(problem, tokens, indices, *bounds, decide, "backward" if in_order else "forward")
         chosen, wanted = (made[3], 1) if decide else (chosen, -1)
         step = _tiles_at_once(problem, tokens, device) if in_order else made[0].shape[1]
         yield from _launches(step, tokens, made, positions, chosen, wanted, 0)
