@@ -133,8 +133,8 @@ def bwd(
             taken from `out`.
         lse, dlse: fp32 `[..., H]`, any strides. `dlse` of a row without a valid slot is ignored, NaN included.
         deterministic: bitwise equal results from run to run on one kind of GPU. Each row of dkv is then a sum in fixed
-            order, whose terms pass through up to 252 MB of memory: slower, the more so the larger K. On Hopper tokens
-            of few heads are then always grouped, unless `config` says otherwise.
+            order, whose terms or factors pass through up to 252 MB of memory: slower. On Hopper tokens of few heads
+            are then always grouped, unless `config` says otherwise.
         dkv: optional fp32 buffer of kv's shape, contiguous; the gradient is added into it and it is returned. On a GPU
             terms below 1.2e-38, as of sinks 85 above lse, are lost then: adds to fp32 in global memory flush them.
         dkv_dtype: dtype of the returned dkv: kv's (default) or `torch.float32`. Sums are fp32 always.

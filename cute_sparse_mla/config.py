@@ -122,9 +122,9 @@ TABLE: tuple[ConfigRow, ...] = (
         reason="forward: two matrix warpgroups and a copy warpgroup; backward: one warpgroup for scores, one that "
         "streams dkv, one that copies; 64 head rows and 64 slots fill a wgmma tile, and the time of 8 heads is that of "
         "the gather and of the dkv adds: where neighbouring tokens share enough rows, which the device finds out from "
-        "a sample, up to 32 heads fill the tile with 2 to 16 tokens; 128 matrix threads cannot hold a 64 x 512 "
-        "accumulator (256 fp32 registers each). Where fp32 dkv exceeds the L2 the backward takes each token's rows in "
-        "rising order, from lists made first",
+        "a sample, up to 32 heads fill the tile with 2 to 16 tokens; one thread count serves every head count, so "
+        "there is no ratio of two: 128 matrix threads cannot hold a 64 x 512 accumulator (256 fp32 registers each). "
+        "Where fp32 dkv exceeds the L2 the backward takes each token's rows in rising order, from lists made first",
         figure="H200, 4096 x 8192 tokens, D 576, K 2048, text rows: forward 2.12 and backward 7.22 ms at 64 heads, "
         "1.70 and 6.51 at 8; in groups of 8, lists and decision included, 0.56 and 1.92",
     ),

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -78,6 +78,7 @@ EXTERNAL_BACKENDS = (
         has_backward=True,
     ),
 )  # fmt: skip
+_OWN = {backend.name: backend for backend in KERNEL_BACKENDS}
 BACKENDS = (REFERENCE, *(b.name for b in (*KERNEL_BACKENDS, *EXTERNAL_BACKENDS)), FASTEST)
 
 
@@ -177,7 +178,7 @@ def grouping(
     problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig
 ) -> tuple[int, bool]:
     """Tokens of a tile, and whether the device decides if they are grouped at all; the config's wish is followed."""
-    choice = choose(problem, device_type, capability, backend, config)
+    choice = _chosen(problem, device_type, capability, backend, config)
     if choice.config.tokens_per_tile is not None:
         return choice.config.tokens_per_tile, False
     return load(choice.backend).group_size(problem), True
@@ -267,8 +268,7 @@ def _require_kernels(name: str, problem: Problem) -> None:
 
 def load(name: str) -> ModuleType:
     """The module of a kernel backend, imported on first use."""
-    backend = next(b for b in KERNEL_BACKENDS if b.name == name)
-    return importlib.import_module(f"{env.PACKAGE}.{backend.module}")
+    return importlib.import_module(f"{env.PACKAGE}.{_OWN[name].module}")
 
 
 def external(name: str) -> ModuleType:
@@ -277,6 +277,9 @@ def external(name: str) -> ModuleType:
 
 
 _warned: set[str] = set()
+# Choices of the package's own kernels for calls that were made before.
+_choices: dict[tuple, Choice] = {}
+MOST_CHOICES = 4096
 
 
 def _choose_for(
@@ -287,24 +290,47 @@ def _choose_for(
     if lists:
         tokens = lists[0].shape[-1] // call.problem.K
         config = planned(config, tokens, device.type, capability, backend, which)
-    choice = choose(
-        call.problem, device.type, capability, backend, config, which, call=call, deterministic=deterministic
-    )
+    choice = _chosen(call.problem, device.type, capability, backend, config, which, call, deterministic)
     if choice.warning and choice.warning not in _warned:
         _warned.add(choice.warning)
         warnings.warn(choice.warning, RuntimeWarning, stacklevel=2)
     return choice
 
 
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
+def _chosen(
+    problem: Problem, device_type: str, capability: tuple[int, int] | None, backend: str, config: SparseAttentionConfig,
+    which: str = FORWARD, call: Call | None = None, deterministic: bool = False,
+) -> Choice:  # fmt: skip
+    """`choose`, remembered where the package's own kernels run: others look at more than the problem."""
+    key = (problem, device_type, capability, backend, config, which)
+    try:
+        known = _choices.get(key)
+    except TypeError:  # sizes of a traced graph, which are symbols
+        return choose(problem, device_type, capability, backend, config, which, call=call, deterministic=deterministic)
+    if known is not None:
+        return known
+    choice = choose(problem, device_type, capability, backend, config, which, call=call, deterministic=deterministic)
+    if choice.backend in _OWN and _wished(backend, config, which) != FASTEST:
+        if len(_choices) >= MOST_CHOICES:
+            _choices.clear()
+        _choices[key] = choice
+    return choice
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The tensors' device, whatever device is current, and no autocast: an operator's roundings are its own."""
-    with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        if torch.amp.is_autocast_available(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
+    kind = device.type
+    elsewhere = kind == "cuda" and device.index != torch.cuda.current_device()
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Each of these takes as long as a launch, and most calls need neither.
+    if not elsewhere and not cast:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    if cast:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 # -- running -------------------------------------------------------------------------------------------------------
@@ -361,7 +387,7 @@ def make_lists(call: ListsCall, tokens: int, decide: bool, backend: str) -> tupl
     config = SparseAttentionConfig(tokens_per_tile=tokens)
     # Lists are for the package's own kernels, whoever else runs the other pass.
     own = "" if backend == FASTEST or _is_external(backend) else backend
-    choice = choose(call.problem, device.type, env.capability(device), own, config)
+    choice = _chosen(call.problem, device.type, env.capability(device), own, config)
     with _on_device(device):
         return load(choice.backend).make_lists(
             call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide

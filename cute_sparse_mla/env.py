@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -45,14 +46,25 @@ def support_checkout() -> None:
         sys.meta_path.insert(0, _CheckoutFinder())
 
 
+@functools.cache
+def _facts(index: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors of a CUDA device; asking torch each time takes longer than a launch."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, `None` for any other."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return _facts(_index(device))[0] if device.type == "cuda" else None
 
 
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; of an H200 for any other, whose kernels run in a simulator."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return _facts(_index(device))[1] if device.type == "cuda" else 132
 
 
 def require_device(device: torch.device) -> None:
@@ -70,6 +82,8 @@ def device_name(device: torch.device) -> str:
 
 def is_installed(module: str) -> bool:
     """Whether a module can be found, without importing it."""
+    if sys.modules.get(module) is not None:
+        return True
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

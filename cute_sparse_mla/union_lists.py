@@ -6,6 +6,7 @@ memory, for as many rows at a time as `UnionPlan.span` says.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +50,20 @@ class UnionPlan:
 
 def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
     """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
-    name, least = _name(index_dtype), min(UNION_SIZES)
-    return [
-        UnionPlan(tokens, name, least, UNION_WIDTH, UNION_SIZES[least]),
+    return list(_union_plans(tokens, _name(index_dtype), tuple(UNION_SIZES.items())))
+
+
+@functools.cache
+def _union_plans(tokens: int, name: str, sizes: tuple[tuple[int, int], ...]) -> tuple[UnionPlan, ...]:
+    least, threads = min(sizes)
+    return (
+        UnionPlan(tokens, name, least, UNION_WIDTH, threads),
         *(
             UnionPlan(tokens, name, size, tokens, threads)
-            for size, threads in UNION_SIZES.items()
+            for size, threads in sizes
             if tokens < UNION_WIDTH or size > least
         ),
-    ]
+    )
 
 
 def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
@@ -94,14 +100,17 @@ class GroupCosts:
     """What groups cost on one architecture.
 
     `slot`: a slot of a tile of several tokens beside one of a single token, up to so many rows of kv (masks cost,
-    rising rows save as kv leaves the L2). As shares of an ungrouped forward, `lists`: lists of 8 tokens a tile,
-    `lists_per_row`: those per row of kv, `exit`: the kernel that leaves at once.
+    rising rows save as kv leaves the L2, while tiles go through them together), and in calls of more than `together`
+    waves of single tokens at least `apart`. As shares of an ungrouped forward, `lists`: lists of 8 tokens a tile,
+    `lists_per_row`: of any, per row of kv, `exit`: the kernel that leaves at once.
     """
 
     slot: dict[int, float]
     lists: float
     lists_per_row: float
     exit: float
+    together: int = 1 << 31
+    apart: float = 0.0
 
     def per_mille(self, problem: Problem, tokens: int, units: int, gain: float = 1.0) -> int:
         """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays.
@@ -111,8 +120,9 @@ class GroupCosts:
         single = problem.B * problem.S * problem.G
         waves, grouped_waves = -(-single // units), -(-single // (tokens * units))
         # Few tokens a tile make more lists: twice the cost at 2 tokens.
-        lists = (self.lists + self.lists_per_row * problem.S_kv) * (2 / 3 + 8 / (3 * tokens)) + self.exit
+        lists = self.lists * (2 / 3 + 8 / (3 * tokens)) + self.lists_per_row * problem.S_kv + self.exit
         slot = next(cost for rows, cost in self.slot.items() if problem.S_kv <= rows)
+        slot = max(slot, self.apart if waves > self.together else 0.0)
         return int(1000 * gain * max(0.0, 1 - lists) * waves / (grouped_waves * tokens * slot))
 
 

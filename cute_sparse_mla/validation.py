@@ -286,6 +286,35 @@ def _kv_strides(kv: Tensor) -> None:
 
 # -- whole calls ---------------------------------------------------------------------------------------------------
 
+# What calls passed before, by all that the checks look at: a training step repeats them. Nothing that failed is kept.
+_passed: dict[tuple | None, Any] = {}
+MOST_PASSED = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _seen(kind: str, tensors: tuple[Tensor | None, ...], *options: object) -> tuple | None:
+    """The facts of a call, by which `_passed` knows it; `None` where tensors have no address or sizes are symbols."""
+    facts: list[object] = [kind, *options]
+    for tensor in tensors:
+        if tensor is None:
+            facts.append(None)
+            continue
+        if type(tensor) not in _PLAIN:
+            return None
+        try:
+            address = tensor.data_ptr() % ROW_ALIGNMENT
+        except RuntimeError:
+            return None
+        facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address))
+    return tuple(facts)
+
+
+def _pass(key: tuple | None, found: Any) -> None:
+    if key is not None:
+        if len(_passed) >= MOST_PASSED:
+            _passed.clear()
+        _passed[key] = found
+
 
 def _batched(tensor: MaybeTensor, packed: bool) -> MaybeTensor:
     return tensor.unsqueeze(0) if packed and tensor is not None else tensor
@@ -321,6 +350,24 @@ def forward(
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
 ) -> Call:  # fmt: skip
     """Check the tensors that forward and backward share."""
+    key = _seen("forward", (q, kv, indices, q_positions, topk_length, attn_sink), d_v, causal)
+    problem = _passed.get(key)
+    if problem is None:
+        problem = _forward_problem(q, kv, indices, d_v, causal, q_positions, topk_length, attn_sink)
+        _pass(key, problem)
+    packed = problem.packed
+    if indices.dim() == q.dim() - 1:
+        indices = indices.unsqueeze(-2)
+    return Call(
+        problem, _batched(q, packed), _batched(kv, packed), _batched(indices, packed),
+        _batched(q_positions, packed), _batched(topk_length, packed), attn_sink,
+    )  # fmt: skip
+
+
+def _forward_problem(
+    q: Tensor, kv: Tensor, indices: Tensor, d_v: int, causal: bool, q_positions: Tensor | None,
+    topk_length: Tensor | None, attn_sink: Tensor | None,
+) -> Problem:  # fmt: skip
     packed = _ranks(q, kv, indices)
     _dtype("q", q, KERNEL_DTYPES)
     _dtype("kv", kv, (q.dtype,), " as q")
@@ -354,13 +401,9 @@ def forward(
         _shape("attn_sink", attn_sink, (H,), "H")
 
     B, S = (1, lead[0]) if packed else lead
-    problem = Problem(
+    return Problem(
         B, S, S_kv, H, G, K, D, d_v, q.dtype, indices.dtype, causal,
         attn_sink is not None, topk_length is not None, q_positions is not None, packed,
-    )  # fmt: skip
-    return Call(
-        problem, _batched(q, packed), _batched(kv, packed), _batched(indices, packed),
-        _batched(q_positions, packed), _batched(topk_length, packed), attn_sink,
     )  # fmt: skip
 
 
@@ -382,6 +425,24 @@ def lists(
     topk_length: Tensor | None,
 ) -> ListsCall:  # fmt: skip
     """Check what says which rows a call reads; `kv_shape` tells packed from batched."""
+    # A traced `plan` asks too.
+    tracing = torch.compiler.is_compiling()
+    options = (kv_shape, heads_per_group, causal)
+    key = None if tracing else _seen("lists", (indices, q_positions, topk_length), *options)
+    problem = None if tracing else _passed.get(key)
+    if problem is None:
+        problem = _lists_problem(indices, *options, q_positions, topk_length)
+        _pass(key, problem)
+    packed = problem.packed
+    if indices.dim() == len(kv_shape) - 1:
+        indices = indices.unsqueeze(-2)
+    return ListsCall(problem, _batched(indices, packed), _batched(q_positions, packed), _batched(topk_length, packed))
+
+
+def _lists_problem(
+    indices: Tensor, kv_shape: tuple[int, ...], heads_per_group: int, causal: bool, q_positions: Tensor | None,
+    topk_length: Tensor | None,
+) -> Problem:  # fmt: skip
     if len(kv_shape) not in (3, 4):
         raise ArgumentValueError("kv_shape", "must be [B, S_kv, G, D] or packed [T_kv, G, D]", list(kv_shape))
     S_kv, G, D = kv_shape[-3:]
@@ -405,11 +466,10 @@ def lists(
             raise ArgumentValueError(name, f"must be on the device of indices, {indices.device}", tensor.device)
     _bounds(causal, q_positions, topk_length, lead, prefix)
     B, S = (1, lead[0]) if packed else lead
-    problem = Problem(
+    return Problem(
         B, S, S_kv, G * heads, G, K, D, default_d_v(D) or D, torch.bfloat16, indices.dtype, causal,
         has_topk_length=topk_length is not None, has_q_positions=q_positions is not None, packed=packed,
     )  # fmt: skip
-    return ListsCall(problem, _batched(indices, packed), _batched(q_positions, packed), _batched(topk_length, packed))
 
 
 def backward(
@@ -418,15 +478,39 @@ def backward(
     q_positions: Tensor | None, topk_length: Tensor | None, attn_sink: Tensor | None,
 ) -> BackwardCall:  # fmt: skip
     """Check a backward call; `d_v` is the width of `out`."""
+    key = _seen(
+        "backward", (q, kv, out, dout, indices, lse, dlse, dkv, q_positions, topk_length, attn_sink), dkv_dtype, causal
+    )
+    found = _passed.get(key)
+    if found is None:
+        found = _backward_problem(
+            q, kv, out, dout, indices, lse, dlse, dkv, dkv_dtype, causal, q_positions, topk_length, attn_sink
+        )
+        _pass(key, found)
+    problem, returned = found
+    packed = problem.packed
+    if indices.dim() == q.dim() - 1:
+        indices = indices.unsqueeze(-2)
+    return BackwardCall(
+        problem, _batched(q, packed), _batched(kv, packed), _batched(indices, packed),
+        _batched(q_positions, packed), _batched(topk_length, packed), attn_sink, _batched(out, packed),
+        _batched(dout, packed), _batched(lse, packed), _batched(dlse, packed), _batched(dkv, packed), returned,
+    )  # fmt: skip
+
+
+def _backward_problem(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, dlse: Tensor | None,
+    dkv: Tensor | None, dkv_dtype: torch.dtype | None, causal: bool, q_positions: Tensor | None,
+    topk_length: Tensor | None, attn_sink: Tensor | None,
+) -> tuple[Problem, torch.dtype]:  # fmt: skip
+    """The problem, and the dtype of the returned dkv."""
     if out.dim() != q.dim():
         raise ArgumentValueError("out", "must have q's rank", f"shape {list(out.shape)}")
     d_v = out.shape[-1]
     if not 1 <= d_v <= q.shape[-1]:
         raise ArgumentValueError("out", f"its last dimension d_v must lie in 1..D = {q.shape[-1]}", d_v)
-    call = forward(
-        q, kv, indices, d_v=d_v, causal=causal, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
-    )
-    packed, H = call.problem.packed, call.problem.H
+    problem = _forward_problem(q, kv, indices, d_v, causal, q_positions, topk_length, attn_sink)
+    H = problem.H
     lead, prefix = tuple(q.shape[:-2]), "T" if q.dim() == 3 else "B, S"
     for name, tensor in {"out": out, "dout": dout}.items():
         _device(name, tensor, q.device)
@@ -440,12 +524,7 @@ def backward(
         _device(name, term, q.device)
         _dtype(name, term, (torch.float32,))
         _shape(name, term, (*lead, H), f"{prefix}, H")
-    returned = _dkv_dtype(kv, dkv, dkv_dtype)
-    return BackwardCall(
-        call.problem, call.q, call.kv, call.indices, call.q_positions, call.topk_length, call.attn_sink,
-        _batched(out, packed), _batched(dout, packed), _batched(lse, packed), _batched(dlse, packed),
-        _batched(dkv, packed), returned,
-    )  # fmt: skip
+    return problem, _dkv_dtype(kv, dkv, dkv_dtype)
 
 
 def _dkv_dtype(kv: Tensor, dkv: Tensor | None, dkv_dtype: torch.dtype | None) -> torch.dtype:

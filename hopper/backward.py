@@ -31,17 +31,18 @@ dS is rounded unscaled, as the precision clause has it, and its product scaled b
 sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
 `preprocess.py`, which dq loses with `dq_scale` = sm_scale / unit.
 
-An `ordered` kernel (`ordered.py`) does the same for a part of each list, of which its `Indices` are a view from slot
-`slot_0` on. The terms of slot k of CTA x are stored in row `x part_slots + k` of `dKV`; dq may start from the sums that
-the part before has left in `Sums`, in fp32 and unscaled, and leave its own there.
+A kernel that stores `TERMS` (`ordered.py`) or `FACTORS` (`products.py`) does the same for a part of each list, of which
+its `Indices` are a view from slot `slot_0` on; dq may start from the sums that the part before has left in `Sums`, in
+fp32 and unscaled, and leave its own there. What slot k of CTA x adds, or its P and dS of the tile's 64 rows, are stored
+in row `x part_slots + k` of `dKV`.
 """
 
 import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
 from .plan import (
-    BLOCK_K, CHUNK, COPY_REGISTERS, D_V, HALF, ITEM, ROWS,
-    SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan,
+    ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
+    SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import DKV_STREAM, LEAVE, SUBNORMAL
 from .tile import (
@@ -58,7 +59,7 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     TOKENS = plan.tokens
-    ORDERED = plan.ordered
+    ORDERED, FACTORED, IN_PARTS = plan.dkv == TERMS, plan.dkv == FACTORS, plan.dkv != ADDS
     STORE = "true" if ORDERED else "false"
     dtype, idx_t = plan.dtype, plan.index_dtype
     fp32, i64 = "float32", "int64"
@@ -67,7 +68,7 @@ def build(plan: Plan) -> PrimFunc:
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
-    # Elements of dkv or its terms, and of the sums of dq between parts.
+    # Elements of dkv, its terms or factors, and of the sums of dq between parts.
     N, M = T.dynamic("N", i64), T.dynamic("M", i64)
     # Tiles of this launch along the sequence, each with a gather list of up to K slots.
     L = T.dynamic("L", i64)
@@ -206,8 +207,33 @@ def build(plan: Plan) -> PrimFunc:
         to[0] += (D - CHUNK) * 4
 
     @T.macro
+    def store_factor(X_s, dKV, row_0, lane, first):
+        # The [64 x 64] operand of a block: columns from `first` of its slots' rows.
+        for r in T.unroll(PASSES):
+            row, column = r * 16 + lane // 8, lane % 8 * VECTOR
+            for v in T.vectorized(VECTOR):
+                dKV[(row_0 + row) * FACTOR_COLUMNS + first + column + v] = X_s[row, column + v]
+
+    @T.macro
+    def store_factors(
+        blocks, row_0, lane, dKV, dS_s, P_s, KV_s, dq_t, ds_ready, p_ready, ds_free, p_free, tail_free
+    ):  # fmt: skip
+        for i in T.serial(blocks):
+            T.barrier_wait(ds_ready, i & 1)
+            if TAIL:
+                T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
+            store_factor(dS_s, dKV, row_0 + i * BLOCK_K, lane, 0)
+            if TAIL:
+                T.wait_wgmma(0)
+                T.barrier_arrive(tail_free)
+            T.barrier_arrive(ds_free)
+            T.barrier_wait(p_ready, i & 1)
+            store_factor(P_s, dKV, row_0 + i * BLOCK_K, lane, ROWS)
+            T.barrier_arrive(p_free)
+
+    @T.macro
     def start_dq(dq, Sums, starts, cta, first, last):
-        if ORDERED and starts == 0:
+        if IN_PARTS and starts == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 dq[h, d] = Sums[(cta * ROWS + h) * D + first + d]
         else:
@@ -216,7 +242,7 @@ def build(plan: Plan) -> PrimFunc:
     @T.macro
     def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last):
         # Columns [first, last) of the tile, through the same columns of the KV buffer.
-        if ORDERED and ends == 0:
+        if IN_PARTS and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
@@ -237,7 +263,7 @@ def build(plan: Plan) -> PrimFunc:
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
         Stats: T.Tensor((4, B, S, H), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
-        dKV: T.Tensor((N,), fp32),
+        dKV: T.Tensor((N,), dtype if FACTORED else fp32),
         Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
@@ -261,7 +287,10 @@ def build(plan: Plan) -> PrimFunc:
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             # P by lanes; once it is in registers again, the place where a chunk of dkv is turned.
-            P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
+            if FACTORED:
+                P_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
+            else:
+                P_s = T.alloc_shared([BLOCK_K * ROWS], dtype, scope="shared")
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
             # Who selected a slot, bit t for token t.
@@ -412,14 +441,18 @@ def build(plan: Plan) -> PrimFunc:
                         dp[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
                     for k, h in T.Parallel(BLOCK_K, ROWS):
                         s[k, h] *= stats[1, h]
-                    T.copy(s, p)
+                    if not FACTORED:
+                        T.copy(s, p)
                     T.barrier_wait(ds_free, (i & 1) ^ 1)
                     T.copy(dp, dS_s)
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
                     T.barrier_wait(p_free, (i & 1) ^ 1)
-                    T.call_extern("handle", "sparse_mla::give", p.data, T.access_ptr(P_s[0], "r", 1))
+                    if FACTORED:
+                        T.copy(s, P_s)
+                    else:
+                        T.call_extern("handle", "sparse_mla::give", p.data, T.access_ptr(P_s[0], "r", 1))
                     T.barrier_arrive(p_ready)
                     T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
                     T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
@@ -429,6 +462,21 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(kv_free[1])
                 leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
                 leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
+
+            # Does: stores dS and P; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
+            elif FACTORED:
+                T.set_max_nreg(STREAM_REGISTERS, 0)
+                lane_f = tx - WARPGROUP
+                dq_f = dS_s
+                if TAIL:
+                    dq_f = T.alloc_fragment([ROWS, TAIL], fp32)
+                    start_dq(dq_f, Sums, starts, cta, D_V, D)
+                store_factors(
+                    blocks, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free, p_free,
+                    tail_free,
+                )  # fmt: skip
+                if TAIL:
+                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, sm_scale, D_V, D)
 
             # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:

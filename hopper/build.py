@@ -9,8 +9,8 @@ from typing import Any
 import tilelang
 
 from ..union_lists import UnionPlan
-from . import backward, cache, forward, ordered, postprocess, preprocess, unions
-from .plan import Plan, SumPlan, TermPlan
+from . import backward, cache, forward, ordered, postprocess, preprocess, products, unions
+from .plan import PlacePlan, Plan, RepeatPlan, SumPlan, TermPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {
@@ -20,6 +20,9 @@ BUILDERS = {
     "postprocess": postprocess.build,
     "term_rows": ordered.build_term_rows,
     "ordered_sums": ordered.build_sums,
+    "places": products.build_places,
+    "products": products.build_products,
+    "repeats": products.build_repeats,
     "unions": unions.build,
     "union_samples": unions.build_samples,
 }
@@ -34,6 +37,16 @@ PASS_CONFIGS = {
 
 
 @functools.cache
-def kernel(kind: str, plan: Plan | UnionPlan | TermPlan | SumPlan) -> Callable[..., Any]:
+def kernel(kind: str, plan: Plan | UnionPlan | TermPlan | SumPlan | PlacePlan | RepeatPlan) -> Callable[..., Any]:
     """The compiled kernel of this kind (a name of `BUILDERS`)."""
-    return cache.kept_or_not(lambda: tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS))
+    compiled = cache.kept_or_not(
+        lambda: tilelang.compile(BUILDERS[kind](plan), target=TARGET, pass_configs=PASS_CONFIGS)
+    )
+
+    def first_call(*arguments: Any) -> None:
+        # From here on a call goes straight to the host function: TileLang's adapter looks for outputs to allocate.
+        compiled.torch_function = compiled.adapter.get_exportable_executable()["main"]
+        compiled.torch_function(*arguments)
+
+    compiled.torch_function = first_call
+    return compiled

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +35,19 @@ from .plan import (
     BLOCK_K,
     CHUNK,
     D_V,
+    FACTOR_COLUMNS,
+    FACTORS,
+    ITEM,
     L2_BYTES,
     LOG2_E,
+    MOST_TILES,
     ROWS,
     SMEM_LIMIT,
+    TERMS,
     THREADS,
+    PlacePlan,
     Plan,
+    RepeatPlan,
     SumPlan,
     TermPlan,
 )  # fmt: skip
@@ -48,26 +55,36 @@ from .plan import (
 if TYPE_CHECKING:
     from types import ModuleType
 
+Purpose = Literal["forward", "backward", "both"]  # passes that gather lists are made for
+
 # Versions that the tests ran with; others are refused by name.
 TILELANG_VERSIONS = ("0.1.15",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 # The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
 COSTS = GroupCosts(
-    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.95}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015
-)
-# Where dkv exceeds the L2 a backward gains much more than the forward (14.4 -> 7.8 ms over 128k random rows).
-FORWARD_MAY_LOSE = 1.05
+    slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.92}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015,
+    together=256, apart=1.07,
+)  # fmt: skip
+# Where dkv exceeds the L2 a backward gains more than the forward, and beyond `FAR_GAINS` times the L2 much more (random
+# rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
+# forward some of its time, and those for a backward alone may be longer than a forward could bear.
+FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 4, 1.15, 1.3
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
 # Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
-# waves, 77.4 of two; over 32,768 rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
+# waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
+# rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
 FAR, LEAST_ADDS, FAR_WAVES = 2, 2.0, 2
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
 WORKSPACE, TERM_SORT_BYTES, SORT_UNITS = 240 << 20, 64, 4
+# Rows of kv, for one slot that a list is thought to have, up to which products take less time than ordered sums: of
+# single tokens and of groups. (H200, 64 heads: 13.7 against 15.9 ms at 4 rows a slot, 75 against 66 at 8; 8 heads 3.5
+# against 8.3 at 2, 9.5 against 15.0 at 8.)
+PRODUCTS_PAY = (6, 8)
 # What these kernels are built for; a config may only repeat it.
 BUILT_FOR = {
     "fwd_threads": THREADS,
@@ -82,8 +99,12 @@ BUILT_FOR = {
 
 def plan_of(problem: Problem, tokens: int = 1, lists: bool = False) -> Plan:
     """The compile-time part of a problem whose kernel reads the indices or, with `lists`, int32 lists of them."""
-    index_dtype = torch.int32 if lists else problem.index_dtype
-    return Plan(problem.D, _name(problem.dtype), _name(index_dtype), tokens)
+    return _plan(problem.D, problem.dtype, torch.int32 if lists else problem.index_dtype, tokens)
+
+
+@functools.cache
+def _plan(D: int, dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> Plan:
+    return Plan(D, _name(dtype), _name(index_dtype), tokens)
 
 
 def sorts_rows(problem: Problem) -> bool:
@@ -169,13 +190,21 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
     for kind in ("preprocess", "postprocess") if backward else ():
         build.kernel(kind, plan_of(problem))
     if backward and torch.are_deterministic_algorithms_enabled():
-        _ordered_kernels(problem, wished or group_size(problem))
+        tokens = wished or group_size(problem)
+        _ordered_kernels(problem, tokens)
+        if _tiles(problem) == 1:
+            _product_kernels(problem, tokens)
 
 
 @functools.cache
 def _scalar(device: torch.device, value: float, dtype: torch.dtype) -> Tensor:
-    # Stands in for an optional tensor: expanded with stride 0, read by nobody or as a neutral value.
     return torch.full((1,), value, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stand_in(device: torch.device, value: float, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Stands in for an optional tensor: expanded with stride 0, read by nobody or as a neutral value."""
+    return _scalar(device, value, dtype).expand(shape)
 
 
 def _slots(
@@ -184,14 +213,14 @@ def _slots(
     """Lengths and positions, or stand-ins, and the flags `(causal, has_length, has_positions)`."""
     shape = (problem.B, problem.S)
     flags = (int(problem.causal), int(topk_length is not None), int(q_positions is not None))
-    lengths = _scalar(device, 0, torch.int32).expand(shape) if topk_length is None else topk_length
-    positions = _scalar(device, 0, torch.int64).expand(shape) if q_positions is None else q_positions.to(torch.int64)
+    lengths = _stand_in(device, 0, torch.int32, shape) if topk_length is None else topk_length
+    positions = _stand_in(device, 0, torch.int64, shape) if q_positions is None else q_positions.to(torch.int64)
     return lengths, positions, flags
 
 
 def _sink(problem: Problem, attn_sink: Tensor | None, device: torch.device) -> Tensor:
     # A sink of -inf is no sink.
-    return _scalar(device, float("-inf"), torch.float32).expand(problem.H) if attn_sink is None else attn_sink
+    return _stand_in(device, float("-inf"), torch.float32, (problem.H,)) if attn_sink is None else attn_sink
 
 
 def _tiles(problem: Problem) -> int:
@@ -203,9 +232,13 @@ def group_size(problem: Problem) -> int:
     return union_lists.group_size(problem, ROWS)
 
 
-def _per_mille(problem: Problem, tokens: int, device: torch.device) -> int:
+def per_mille(problem: Problem, tokens: int, device: torch.device, purpose: Purpose = "both") -> int:
     """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays."""
-    gain = FORWARD_MAY_LOSE if sorts_rows(problem) else 1.0
+    gain = 1.0
+    if purpose != "forward" and dkv_bytes(problem) > FAR_GAINS * L2_BYTES:
+        gain = BACKWARD_MAY_LOSE if purpose == "backward" else BOTH_MAY_LOSE
+    elif purpose != "forward" and sorts_rows(problem):
+        gain = 1.05
     return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
@@ -217,18 +250,19 @@ def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
     """
     a_tile, units = problem.B * problem.G * _tiles(problem), env.multiprocessors(device)
     adds = units * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
-    if dkv_bytes(problem) <= FAR * L2_BYTES or adds < LEAST_ADDS:
+    if dkv_bytes(problem) <= FAR * min(tokens, 2) * L2_BYTES or adds < LEAST_ADDS:
         return problem.S
     return max(1, FAR_WAVES * units // a_tile)
 
 
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    decide: bool = False,
+    decide: bool = False, purpose: Purpose = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`(rows, bits, lengths)` of the union lists, as `unions.py` has them, and `chosen [1]`: whether they were made.
 
-    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay.
+    With `decide` the device looks at a sample of tiles, and makes no lists where they would not pay for the passes that
+    they are made for.
     """
     B, S, G, _ = indices.shape
     L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
@@ -240,26 +274,27 @@ def make_lists(
         _build().kernel("union_samples", small)(indices, lengths, positions, samples, L, step, problem.S_kv, *flags)
     return _lists(
         problem, plan, range(L), indices, topk_length, q_positions, samples=samples,
-        sampled=len(samples) if decide else 0,
+        sampled=len(samples) if decide else 0, most=per_mille(problem, tokens, device, purpose) if decide else 0,
     )  # fmt: skip
 
 
 def _lists(
     problem: Problem, plan: UnionPlan, tiles: range, indices: Tensor, topk_length: Tensor | None,
-    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, gate: Tensor | None = None, wanted: int = -1,
+    q_positions: Tensor | None, *, samples: Tensor, sampled: int = 0, most: int = 0, gate: Tensor | None = None,
+    wanted: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The lists of some tiles, if `gate` is `wanted`."""
+    """The lists of some tiles, if `gate` is `wanted`, and `sampled` samples find at most `most` slots for 1000."""
     B, _, G, K = indices.shape
     device, tokens = indices.device, plan.tokens
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     rows = torch.empty((B, len(tiles), G, tokens * K), dtype=torch.int32, device=device)
     # Lists of single tokens have no bits.
-    bits = torch.empty_like(rows) if tokens > 1 else _scalar(device, 0, torch.int32).expand(rows.shape)
+    bits = torch.empty_like(rows) if tokens > 1 else _stand_in(device, 0, torch.int32, rows.shape)
     counts = room_for_lengths((B, len(tiles), G), device)
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
-        tiles.start, sampled, _per_mille(problem, tokens, device) if sampled else 0, problem.S_kv, *flags,
+        tiles.start, sampled, most, problem.S_kv, *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
 
@@ -283,7 +318,7 @@ class Gather(NamedTuple):
 
     def plan(self, problem: Problem) -> Plan:
         """The compile-time part of its kernel."""
-        return Plan(problem.D, _name(problem.dtype), _name(self.slots.dtype), self.tokens)
+        return _plan(problem.D, problem.dtype, self.slots.dtype, self.tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -306,7 +341,7 @@ def _gathers(
     decide = config.tokens_per_tile is None if lists is None else len(lists) == 4
     chosen, wanted = _scalar(device, 1, torch.int32), -1
     if tokens > 1:
-        made = lists or make_lists(problem, tokens, indices, *bounds, decide)
+        made = lists or make_lists(problem, tokens, indices, *bounds, decide, "backward" if in_order else "forward")
         chosen, wanted = (made[3], 1) if decide else (chosen, -1)
         step = _tiles_at_once(problem, tokens, device) if in_order else made[0].shape[1]
         yield from _launches(step, tokens, made, positions, chosen, wanted, 0)
@@ -314,8 +349,9 @@ def _gathers(
             return
         wanted = 0
     if not in_order:
-        nobody = _scalar(device, 0, torch.int32).expand(indices.shape)
-        lengths = lengths[:, :, None].expand(indices.shape[:3])
+        nobody = _stand_in(device, 0, torch.int32, indices.shape)
+        shape = indices.shape[:3]
+        lengths = _stand_in(device, 0, torch.int32, shape) if topk_length is None else lengths[:, :, None].expand(shape)
         yield Gather(1, indices, nobody, lengths, positions, chosen, wanted, flags)
         return
     B, S, G, K = indices.shape
@@ -398,9 +434,81 @@ def parts_of(problem: Problem, tokens: int, multiprocessors: int) -> Parts:
 
 def _ordered_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
     """The main kernel, the one that numbers the rows of its terms, and the one that adds them."""
-    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), ordered=True)
+    plan = dataclasses.replace(plan_of(problem, tokens, tokens > 1), dkv=TERMS)
     plans = {"backward": plan, "term_rows": TermPlan(plan.index_dtype), "ordered_sums": SumPlan(plan.D)}
     return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+class Pieces(NamedTuple):
+    """How a deterministic backward by products goes through a call: tiles of each batch entry, slots at a time."""
+
+    tiles: int
+    slots: int
+
+
+def pieces_of(problem: Problem, tokens: int, multiprocessors: int) -> Pieces | None:
+    """Factors, places, sums of dq and lists within `WORKSPACE`; `None` where ordered sums are to be preferred."""
+    # Neighbours in text share so much: 1.96 K rows for 8 tokens, 1.63 K for 4, 1.30 K for 2.
+    union = problem.K * (1 + (tokens.bit_length() - 1) / 3)
+    if _tiles(problem) > 1 or problem.S_kv > PRODUCTS_PAY[tokens > 1] * union:
+        return None
+    factors, state = BLOCK_K * FACTOR_COLUMNS * ITEM, ROWS * 4 * problem.D  # bytes of a CTA: of a block, and of dq
+    blocks, a_tile = -(-tokens * problem.K // BLOCK_K), problem.B * problem.G
+    fixed = 2 * 8 * tokens * problem.K + 4 * (problem.S_kv + 1)  # lists of two groups; places, distinct rows
+    wave, whole = max(1, multiprocessors), WORKSPACE // (blocks * factors + fixed)
+    most = WORKSPACE // (factors + state + fixed)
+    if a_tile > most:
+        return None
+    L = -(-problem.S // tokens)
+    # CTAs at a time: those of a wave, more where whole lists fit.
+    groups = -(-L // min(MOST_TILES, max(1, max(whole // wave * wave, min(wave, most)) // a_tile)))
+    tiles = -(-L // groups)
+    ctas = tiles * a_tile
+    if ctas <= whole:
+        return Pieces(tiles, blocks * BLOCK_K)
+    return Pieces(tiles, (WORKSPACE // ctas - fixed - state) // factors * BLOCK_K)
+
+
+def _product_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any], ...]:
+    """The main kernel, the one that says where rows are, the one that multiplies, and the one for repeats."""
+    plan = dataclasses.replace(plan_of(problem, tokens, lists=True), dkv=FACTORS)
+    plans = {
+        "backward": plan, "places": PlacePlan(), "products": plan,
+        "repeats": RepeatPlan(plan.D, plan.dtype, plan.tokens),
+    }  # fmt: skip
+    return tuple(_build().kernel(kind, plan) for kind, plan in plans.items())
+
+
+def _by_products(
+    problem: Problem, tokens: int, pieces: Pieces, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor,
+    dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None, q_positions: Tensor | None,
+    lists: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """dq, and dkv by products in fixed order (`products.py`), for some tiles and slots at a time."""
+    device, heads, capacity = q.device, problem.heads_per_group, tokens * problem.K
+    ctas = problem.B * pieces.tiles * problem.G
+    factors = torch.empty(ctas * pieces.slots * FACTOR_COLUMNS, dtype=q.dtype, device=device)
+    sums = _scalar(device, 0.0, torch.float32)
+    if pieces.slots < capacity:
+        sums = torch.empty(ctas * ROWS * problem.D, dtype=torch.float32, device=device)
+    room = torch.empty(ctas * (problem.S_kv + 1), dtype=torch.int32, device=device)
+    backward, find, multiply, repeat = _product_kernels(problem, tokens)
+    gathers = _gathers_in_order(problem, tokens, pieces.tiles, indices, topk_length, q_positions, lists, listed=True)
+    for gather in gathers:
+        tiles = gather.slots.shape[:3]
+        places = room[: tiles.numel() * problem.S_kv].view(*tiles, problem.S_kv)
+        distinct = room[ctas * problem.S_kv :][: tiles.numel()].view(tiles)
+        for first in range(0, capacity, pieces.slots):
+            taken = slice(first, first + pieces.slots)
+            of_part = (gather.slots[..., taken], gather.bits[..., taken], *gather.tensors[2:])
+            where = (gather.tile_0, first, pieces.slots)
+            backward(
+                q, kv, dout, *of_part, stats, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
+                int(taken.stop >= capacity), *gather.flags,
+            )  # fmt: skip
+            find(gather.slots, gather.lengths, places, distinct, first, pieces.slots)
+            multiply(q, dout, factors, places, dkv, scales[1], heads, gather.tile_0, pieces.slots)
+            repeat(q, dout, gather.slots, gather.bits, gather.lengths, distinct, factors, dkv, scales[1], heads, *where)
 
 
 class _Beside:
@@ -431,9 +539,12 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _gathers_in_order(
     problem: Problem, tokens: int, tiles: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None,
+    lists: tuple[Tensor, ...] | None, listed: bool = False,
 ) -> Iterator[Gather]:  # fmt: skip
-    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed."""
+    """What is gathered for so many tiles at a time; `lists` are those of all tiles, else made as they are needed.
+
+    Single tokens have lists only if they are to be `listed`: rows in order, none of them invalid.
+    """
     device = indices.device
     lengths, positions, flags = _slots(problem, q_positions, topk_length, device)
     always, nobody = (_scalar(device, value, torch.int32) for value in (1, 0))
@@ -441,7 +552,7 @@ def _gathers_in_order(
     L = -(-problem.S // tokens)
     for first in range(0, L, tiles):
         some = slice(first, min(first + tiles, L))
-        if tokens == 1:
+        if tokens == 1 and not listed:
             rows = indices[:, some]
             bounds = lengths[:, some, None].expand(rows.shape[:3])
             yield Gather(1, rows, nobody.expand(rows.shape), bounds, positions, always, -1, flags, first)
@@ -487,15 +598,12 @@ class _Sorter:
 
 
 def _in_order(
-    problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
+    problem: Problem, tokens: int, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
     stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None,
     q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
-    device, D, tokens = q.device, problem.D, config.tokens_per_tile or group_size(problem)
-    if lists is not None and len(lists) == 4:
-        # Made only where the device found that they pay; a deterministic call always groups.
-        lists = None
+    device, D = q.device, problem.D
     parts = parts_of(problem, tokens, env.multiprocessors(device))
     ctas = problem.B * parts.tiles * problem.G * _tiles(problem)
     terms = torch.empty((ctas * parts.slots, D), dtype=torch.float32, device=device)
@@ -544,15 +652,16 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
-    Deterministic: token groups fill a tile unless the config or a plan has other ones. The terms of dkv pass through at
-    most `WORKSPACE` bytes in parts (`Parts`) and are added part by part, in order of tiles, head tiles and slots;
-    beside that 12 bytes per row of kv and part of a list.
+    Deterministic: token groups fill a tile unless the config or a plan has other ones. Either P and dS of groups pass
+    through at most `WORKSPACE` bytes in pieces (`Pieces`) and are multiplied tile by tile; or, for single tokens and
+    where kv is long beside the unions, the terms of dkv do in parts (`Parts`), which are added part by part, in order
+    of tiles, head tiles and slots; beside that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
     if dlse is None:
-        dlse = _scalar(device, 0.0, torch.float32).expand(B, S, H)
+        dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
     # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
     unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
     build.kernel("preprocess", plan_of(problem))(
@@ -563,7 +672,16 @@ def bwd(
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
     scales = (scale_log2, float(sm_scale), float(sm_scale) / unit)
     if deterministic:
-        _in_order(problem, config, q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
+        tokens = config.tokens_per_tile or group_size(problem)
+        if lists is not None and len(lists) == 4:
+            # Made only where the device found that they pay; a deterministic call always groups.
+            lists = None
+        arguments = (q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
+        pieces = pieces_of(problem, tokens, env.multiprocessors(device))
+        if pieces is None:
+            _in_order(problem, tokens, *arguments)
+        else:
+            _by_products(problem, tokens, pieces, *arguments)
     else:
         nothing = _scalar(device, 0.0, torch.float32)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):

@@ -30,21 +30,26 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227
 BARRIER_BYTES = 256
 L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
+FACTOR_COLUMNS = 2 * ROWS  # of a slot: dS and P of the rows of its tile
+PRODUCT_ROWS, PRODUCT_STAGES = 2 * ROWS, 4  # rows of kv of a CTA that multiplies factors, and tiles in its ring
+MOST_TILES = 512  # tiles whose factors are multiplied at a time
+ADDS, TERMS, FACTORS = "adds", "terms", "factors"
+
 
 @dataclass(frozen=True)
 class Plan:
     """What a kernel is compiled for. B, S, S_kv, K, heads, strides, scale and flags are run-time values.
 
     With `tokens` above 1 a tile's rows are that many neighbouring tokens, each with its heads padded to
-    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32. An `ordered` backward
-    stores the terms of dkv instead of adding them (`ordered.py`).
+    `ROWS / tokens`, over the union of the tokens' rows of kv (`unions.py`), which is int32. What a backward does with
+    dkv: `ADDS` adds it, `TERMS` stores what each slot adds (`ordered.py`), `FACTORS` stores P and dS (`products.py`).
     """
 
     D: int
     dtype: str
     index_dtype: str
     tokens: int = 1
-    ordered: bool = False
+    dkv: str = ADDS
 
     @property
     def forward_smem(self) -> dict[str, int]:
@@ -84,3 +89,17 @@ class SumPlan:
     """What the kernel that adds the terms in order is compiled for."""
 
     D: int
+
+
+@dataclass(frozen=True)
+class PlacePlan:
+    """The kernel that says where a tile has each row of kv is one for all."""
+
+
+@dataclass(frozen=True)
+class RepeatPlan:
+    """What the kernel that adds the repeats of rows is compiled for."""
+
+    D: int
+    dtype: str
+    tokens: int

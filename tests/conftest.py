@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test sees the once-only warnings again, and leaves no trace for the next."""
+def _fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test sees the once-only warnings and the choice of a backend again, and leaves no trace for the next."""
     monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(dispatch, "_choices", {})

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from cute_sparse_mla.hopper import launch as hopper_launch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import autograd, groups
+from cute_sparse_mla import autograd, env, groups
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from cute_sparse_mla.problem import Problem
 
 CASE = Case(B=2, S=5, S_kv=11, H=4, G=2, K=7, D=24, d_v=16, invalid="shuffled")
 
@@ -110,6 +112,32 @@ def test_wrong_arguments(changes: dict, error: type[Exception], message: str) ->
     given: dict[str, Any] = dict(indices=i.indices, kv_shape=i.kv.shape, heads_per_group=2)
     with pytest.raises(error, match=message):
         cute_sparse_mla.plan(**{**given, **changes})
+
+
+# Queries, rows of kv, heads, D, slots of the unions over those of the tokens, passes, and whether an H200 was faster
+# with groups, lists included (bench/results/groups.jsonl, hopper_h200.jsonl): text, then random rows.
+MEASURED = (
+    (4096, 8192, 8, 576, 0.245, "both", True),
+    (4096, 8192, 32, 576, 0.652, "both", True),
+    (4096, 8192, 8, 576, 0.357, "forward", True),
+    (4096, 8192, 32, 576, 0.827, "forward", True),
+    (4096, 131_072, 8, 576, 0.946, "both", True),
+    (4096, 131_072, 16, 576, 0.976, "both", True),
+    (16_384, 131_072, 16, 512, 0.975, "forward", True),
+    (16_384, 131_072, 32, 512, 0.992, "backward", True),
+    (131_072, 131_072, 32, 512, 0.956, "forward", False),
+    (131_072, 131_072, 32, 512, 0.956, "both", True),
+)
+
+
+@pytest.mark.parametrize(("S", "S_kv", "H", "D", "slots", "purpose", "pays"), MEASURED)
+def test_the_decision_is_what_was_measured(
+    S: int, S_kv: int, H: int, D: int, slots: float, purpose: Any, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 132)
+    problem = Problem(1, S, S_kv, H, 1, 2048, D, 512, torch.bfloat16, torch.int32)
+    tokens = hopper_launch.group_size(problem)
+    assert (1000 * slots <= hopper_launch.per_mille(problem, tokens, torch.device("cuda"), purpose)) == pays
 
 
 def test_fake_lists_have_the_real_shapes() -> None:

@@ -1,7 +1,8 @@
-"""`deterministic=True` on SM90, the terms of dkv added in order: in the simulator, and what needs a Hopper GPU."""
+"""`deterministic=True` on SM90, dkv by products or by terms added in order: in the simulator, and on a Hopper GPU."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -33,6 +34,9 @@ EVERYTHING = Case(
 TWO_TILES = Case(S=2, S_kv=30, H=72, D=512, K=70, positions="random", invalid="shuffled", packed=True)
 GROUPED = Case(S=3, S_kv=50, H=20, K=40, causal=True, length="random", duplicates=True, sink="random", dlse=True)
 CALLS = ((EVERYTHING, 1), (TWO_TILES, 1), (GROUPED, 2))
+# Two blocks of rows of kv. Cases of products, and blocks of slots that a piece has room for, if not for all.
+TWO_ROW_BLOCKS = GROUPED.but(S_kv=140, invalid="shuffled")
+MULTIPLIED = ((TWO_ROW_BLOCKS.but(B=2, H=40, G=2), None), (TWO_ROW_BLOCKS.but(K=360), 2))
 
 
 def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor | None = None, **how: object) -> tuple[Tensor, ...]:
@@ -48,7 +52,24 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch, case: Case, tiles: int, tok
     monkeypatch.setattr(launch.env, "multiprocessors", lambda device: ctas + launch.SORT_UNITS)
     room = 64 * (4 * case.D + launch.TERM_SORT_BYTES) + launch.ROWS * case.D * 4
     lists = 16 * 64 * -(-tokens * case.K // 64) if tokens > 1 else 0
+    if by_products(case, tokens):
+        room, lists = 64 * 256 + launch.ROWS * case.D * 4, 16 * tokens * case.K + 4 * (case.S_kv + 1)
     monkeypatch.setattr(launch, "WORKSPACE", ctas * (room + lists))
+
+
+def by_products(case: Case, tokens: int) -> bool:
+    from cute_sparse_mla.hopper import launch
+
+    sizes = problem(case.H, case.D, B=case.B, S=case.S, S_kv=case.S_kv, K=case.K, G=case.G)
+    return launch.pieces_of(sizes, tokens, 132) is not None
+
+
+def clean(observer: Races, recorder: project_hopper.capture_tilelang.Recorder) -> None:
+    """No race, no finding, and no instruction form without a witness."""
+    assert not observer.races, observer.races[0].text
+    assert not [finding for report in recorder.reports for finding in report.findings]
+    used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
+    assert not (missing := used - set(coverage.witnesses())), missing
 
 
 @simulated
@@ -57,25 +78,57 @@ def test_contract(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Within the precision clause and without a race, in several groups of tokens and parts of their lists."""
     observer = Races()
     with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "PRODUCTS_PAY", (0, 0))
         small_workspace(monkeypatch, case, 1, tokens)
         judge_gradients(case.inputs(seed=3), partial(backward, config=SparseAttentionConfig(tokens_per_tile=tokens)))
-    assert not observer.races, observer.races[0].text
-    assert not [finding for report in recorder.reports for finding in report.findings]
-    used = {form for report in recorder.reports for form in coverage.executed_forms(report)}
-    assert not used - set(coverage.witnesses())
+    clean(observer, recorder)
     parts = [entry.kernel for entry in recorder.launches].count("sparse_mla_ordered_sums_kernel")
     assert parts == -(-case.S // tokens) * -(-case.K * tokens // 64)
 
 
 @simulated
-def test_schedules_change_nothing() -> None:
+@pytest.mark.parametrize(("case", "blocks"), MULTIPLIED, ids=("whole", "pieces"))
+def test_products(case: Case, blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by products, repeated rows included."""
+    observer = Races()
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        if blocks:
+            held = blocks * 64 * 256 + 64 * 4 * case.D + 16 * 2 * case.K + 4 * (case.S_kv + 1)
+            monkeypatch.setattr(launch, "WORKSPACE", case.B * case.G * held)
+        config = SparseAttentionConfig(tokens_per_tile=2)
+        judge_gradients(case.inputs(seed=3), partial(backward, config=config))
+    clean(observer, recorder)
+    names = [entry.kernel for entry in recorder.launches]
+    pieces = -(-case.S // 2) * -(-case.K * 2 // (64 * blocks)) if blocks else 1
+    for name in ("sparse_mla_products_kernel", "sparse_mla_repeats_kernel"):
+        assert names.count(name) == pieces
+
+
+SHARED = (
+    (Case(S=3, S_kv=20, H=4, D=512, K=40, invalid="shuffled", sink="random", dlse=True), 1),
+    (Case(S=5, S_kv=140, H=20, K=40, duplicates=True, invalid="shuffled"), 2),
+)
+
+
+@simulated
+@pytest.mark.parametrize(("case", "tokens"), SHARED, ids=("terms", "products"))
+def test_schedules_change_nothing(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adversarial schedules of CTAs whose terms belong to the same rows: bit for bit."""
-    i = Case(S=3, S_kv=20, H=4, D=512, K=40, invalid="shuffled", sink="random", dlse=True).inputs(seed=4)
+    from cute_sparse_mla.hopper import launch
+
+    monkeypatch.setattr(launch, "PRODUCTS_PAY", (0, launch.PRODUCTS_PAY[1]))
+    assert by_products(case, tokens) == (tokens > 1)
+    i = case.inputs(seed=4)
     out, lse = Judge(i).budget_forward()
+    config = SparseAttentionConfig(tokens_per_tile=tokens)
 
     def gradients(seed: int) -> tuple[Tensor, ...]:
         with project_hopper.simulated(resident=3, policy=Delay(seed), order=Priorities(seed)):
-            return backward(i, out, lse, torch.zeros(i.kv.shape))
+            return backward(i, out, lse, torch.zeros(i.kv.shape), config=config)
 
     first, second = (gradients(seed) for seed in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -98,6 +151,13 @@ def test_workspace_is_bounded_at_any_length(changes: dict[str, int], tokens: int
     from cute_sparse_mla.hopper import launch
 
     sizes = layer(**changes)
+    pieces = launch.pieces_of(sizes, tokens, 132)
+    if pieces is not None:
+        ctas, listed = sizes.B * sizes.G * pieces.tiles, tokens * sizes.K
+        assert pieces.slots % 64 == 0 and pieces.slots > 0 and 1 <= pieces.tiles <= launch.MOST_TILES
+        sums = ctas * 64 * sizes.D * 4 if pieces.slots < listed else 0
+        held = ctas * (pieces.slots * 256 + 16 * listed + 4 * (sizes.S_kv + 1)) + sums
+        assert held <= launch.WORKSPACE < 256e6
     parts = launch.parts_of(sizes, tokens, 132)
     ctas = sizes.B * sizes.G * parts.tiles * launch._tiles(sizes)
     assert parts.slots % 64 == 0 and parts.parts * parts.slots >= tokens * sizes.K and 1 <= parts.sorted <= parts.parts
@@ -139,13 +199,16 @@ def test_contract_on_a_gpu(case: Case, small: bool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("heads", (8, 64))
-def test_a_hundred_times_on_a_gpu(heads: int) -> None:
-    """Bitwise equal, grouped and not, the default's dkv not; dq is the default's."""
+def test_a_hundred_times_on_a_gpu(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise equal, grouped and not, by products and by terms; the default's dkv not. By terms dq is the default's."""
+    from cute_sparse_mla.hopper import launch
+
     case = Case(S=500, S_kv=600, H=heads, K=512, sink="random", causal=True, duplicates=True)
     i = case.inputs(device="cuda")
     out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **i.options)
     single = dict(dkv_dtype=torch.float32, config=SparseAttentionConfig(tokens_per_tile=1))
-    for given in ({}, single):
+    for pay, given in itertools.product((launch.PRODUCTS_PAY, (0, 0)), ({}, single)):
+        monkeypatch.setattr(launch, "PRODUCTS_PAY", pay)
         first = backward(i, out, lse, **given)
         for _ in range(99):
             assert all(torch.equal(a, b) for a, b in zip(first, backward(i, out, lse, **given), strict=True))

@@ -9,7 +9,7 @@ import torch
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla.config import TABLE, SparseAttentionConfig
+from cute_sparse_mla.config import TABLE, SparseAttentionConfig, measured
 from cute_sparse_mla.precision import Inputs, Judge, run
 
 pytestmark = pytest.mark.sm90
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sm90
 HEADS = (1, 16, 48, 64, 100)
 SLOTS = (1, 64, 100, 128, 192, 640)
 BOUNDS = ("packed", "one_token", "causal", "batch")
-CONFIGS = tuple(dict.fromkeys(row.config for row in TABLE if row.architecture == "sm90"))
+CONFIGS = tuple(dict.fromkeys(row.config for row in (*measured(), *TABLE) if row.architecture == "sm90"))
 REPEATS = 3
 DOCUMENTS = (7, 1, 24, 1, 15)  # tokens of each document of a packed call
 

@@ -323,6 +323,14 @@ def test_wrong_argument(call: str, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
     assert mismatch(wrong, raised) is None
 
 
+def test_no_check_is_lost_after_a_correct_call() -> None:
+    """What a correct call leaves behind lets no wrong one pass, nor does a wrong one that was refused before."""
+    for call, wrong in (*TABLE, *TABLE):
+        function, correct = CALLS[call]
+        function(**correct())
+        assert mismatch(wrong, provoke(call, wrong)) is None, str(wrong)
+
+
 @pytest.mark.parametrize("wrong", [*FORWARD, *WIDTH], ids=str)
 def test_explain_reports_wrong_arguments(wrong: Wrong) -> None:
     keywords = arguments() | (wrong.also or {})
