@@ -476,7 +476,7 @@ def build(plan: Plan) -> PrimFunc:
                     tail_free,
                 )  # fmt: skip
                 if TAIL:
-                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, sm_scale, D_V, D)
+                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D)
 
             # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
             else:
