@@ -27,6 +27,9 @@ from .tile import leave_unless_chosen
 
 # Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
 STATE = 2 + 32
+# CTAs of so many threads that a multiprocessor is to hold: 40 registers a thread. (72 registers: 65, 80 and 117 us for
+# 8, 4 and 2 tokens a tile, 16,384 tokens, K 640 of 20,480 rows; 40: 56, 69 and 108. At 4096 tokens no difference.)
+BLOCKS = {256: 6}
 
 UNION = r"""
 namespace sparse_mla {
@@ -292,6 +295,8 @@ def build(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(B * L * G, i32), threads=plan.threads) as bx:
             T.import_source(LEAVE + UNION)
+            if plan.threads in BLOCKS:
+                T.annotate_min_blocks_per_sm(BLOCKS[plan.threads])
             leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([STATE], i32, scope="shared")

@@ -110,7 +110,7 @@ def test_products(case: Case, blocks: int | None, monkeypatch: pytest.MonkeyPatc
 
 SHARED = (
     (Case(S=3, S_kv=20, H=4, D=512, K=40, invalid="shuffled", sink="random", dlse=True), 1),
-    (Case(S=5, S_kv=140, H=20, K=40, duplicates=True, invalid="shuffled"), 2),
+    (Case(S=5, S_kv=140, H=20, K=40, duplicates=True, invalid="shuffled", sink="random"), 2),
 )
 
 
