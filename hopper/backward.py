@@ -41,7 +41,7 @@ in row `x part_slots + k` of `dKV`.
 """
 
 import tilelang.language as T  # noqa: I001
-from tilelang.layout import Fragment
+from tilelang.layout import Fragment, make_wgmma_swizzled_layout
 from tvm.tirx import PrimFunc
 
 from .plan import (
@@ -293,6 +293,9 @@ def build(plan: Plan) -> PrimFunc:
             T.import_source(LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
+            if FACTORED:
+                # As elsewhere follows from the products of dkv.
+                T.annotate_layout({QdO_s: make_wgmma_swizzled_layout(QdO_s)})
             KV_s = T.alloc_shared([BLOCK_K, D], dtype)
             dS_s = T.alloc_shared([BLOCK_K, ROWS], dtype)
             # P by lanes, or in rows.
