@@ -137,13 +137,16 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
   }
 }
 // A valid row for the terms of a thread's invalid slots, which are zero: one of its own four, else one of its warp's,
-// -1 if there is none. So hardly an add has to be left out.
+// so that hardly an add has to be left out; -1 where fewer than 4 of the warp's 16 slots are valid, whose rows would take
+// too many adds (with 95 % of the slots invalid 11 % more time than with none).
 __device__ __forceinline__ int valid_row(const void *rows) {
   const int none = 0x7fffffff;  // -1 without its sign
   const int *row = static_cast<const int *>(rows);
   const int own = min(min(row[0] & none, row[1] & none), min(row[2] & none, row[3] & none));
   const int any = __reduce_min_sync(0xffffffffu, own), found = own == none ? any : own;
-  return found == none ? -1 : found;
+  const unsigned valid = (row[0] >= 0) + (row[1] >= 0) + (row[2] >= 0) + (row[3] >= 0);
+  // Every slot is counted by 8 lanes.
+  return __reduce_add_sync(0xffffffffu, valid) < 8 * 4u ? -1 : found;
 }
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
