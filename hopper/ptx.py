@@ -137,8 +137,8 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
   }
 }
 // A valid row for the terms of a thread's invalid slots, which are zero: one of its own four, else one of its warp's,
-// so that hardly an add has to be left out; -1 where fewer than 4 of the warp's 16 slots are valid, whose rows would take
-// too many adds (with 95 % of the slots invalid 11 % more time than with none).
+// so that hardly an add has to be left out; -1 where fewer than 4 of the warp's 16 slots are valid, whose rows would
+// take too many adds (with 95 % of the slots invalid 11 % more time than with none).
 __device__ __forceinline__ int valid_row(const void *rows) {
   const int none = 0x7fffffff;  // -1 without its sign
   const int *row = static_cast<const int *>(rows);
