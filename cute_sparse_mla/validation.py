@@ -294,7 +294,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _seen(kind: str, tensors: tuple[Tensor | None, ...], *options: object) -> tuple | None:
     """The facts of a call, by which `_passed` knows it; `None` where tensors have no address or sizes are symbols."""
-    facts: list[object] = [kind, *options]
+    facts: list[object] = [kind]
     for tensor in tensors:
         if tensor is None:
             facts.append(None)
@@ -306,7 +306,8 @@ def _seen(kind: str, tensors: tuple[Tensor | None, ...], *options: object) -> tu
         except RuntimeError:
             return None
         facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address))
-    return tuple(facts)
+    # As text: 1, 1.0 and True are equal, and a wrong option may have no hash.
+    return (*facts, repr(options))
 
 
 def _pass(key: tuple | None, found: Any) -> None:

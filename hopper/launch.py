@@ -69,7 +69,7 @@ COSTS = GroupCosts(
 # Where dkv exceeds the L2 a backward gains more than the forward, and beyond `FAR_GAINS` times the L2 much more (random
 # rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
 # forward some of its time, and those for a backward alone may be longer than a forward could bear.
-FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 4, 1.15, 1.3
+NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
@@ -238,7 +238,7 @@ def per_mille(problem: Problem, tokens: int, device: torch.device, purpose: Purp
     if purpose != "forward" and dkv_bytes(problem) > FAR_GAINS * L2_BYTES:
         gain = BACKWARD_MAY_LOSE if purpose == "backward" else BOTH_MAY_LOSE
     elif purpose != "forward" and sorts_rows(problem):
-        gain = 1.05
+        gain = NEAR_MAY_LOSE
     return COSTS.per_mille(problem, tokens, env.multiprocessors(device), gain)
 
 
@@ -652,10 +652,10 @@ def bwd(
 
     Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
     and for token groups without a plan 8 bytes per slot of `indices`.
-    Deterministic: token groups fill a tile unless the config or a plan has other ones. Either P and dS of groups pass
-    through at most `WORKSPACE` bytes in pieces (`Pieces`) and are multiplied tile by tile; or, for single tokens and
-    where kv is long beside the unions, the terms of dkv do in parts (`Parts`), which are added part by part, in order
-    of tiles, head tiles and slots; beside that 12 bytes per row of kv and part of a list.
+    Deterministic: token groups fill a tile unless the config or a plan has other ones. Either P and dS pass through at
+    most `WORKSPACE` bytes in pieces (`Pieces`) and are multiplied tile by tile; or, above 64 heads and where kv is long
+    beside a list, the terms of dkv do in parts (`Parts`), which are added part by part, in order of tiles, head tiles
+    and slots; beside that 12 bytes per row of kv and part of a list.
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device

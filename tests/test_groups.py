@@ -114,6 +114,15 @@ def test_wrong_arguments(changes: dict, error: type[Exception], message: str) ->
         cute_sparse_mla.plan(**{**given, **changes})
 
 
+@pytest.mark.parametrize("heads", (2.0, [2]), ids=str)
+def test_no_check_is_lost_after_a_correct_plan(heads: Any) -> None:
+    """Nor for what equals the right value, or has no hash."""
+    i = CASE.inputs()
+    cute_sparse_mla.plan(i.indices, i.kv.shape, 2)
+    with pytest.raises(ArgumentTypeError, match="heads_per_group: must be an int"):
+        cute_sparse_mla.plan(i.indices, i.kv.shape, heads)
+
+
 # Queries, rows of kv, heads, D, slots of the unions over those of the tokens, passes, and whether an H200 was faster
 # with groups, lists included (bench/results/groups.jsonl, hopper_h200.jsonl): text, then random rows.
 MEASURED = (
