@@ -83,6 +83,14 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
+    def gather_q(Q_s, rows, ok, r0, c0, first, last):
+        # Columns [first, last) of q; rows that do not exist become zero.
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, 0, first,
+        )  # fmt: skip
+
+    @T.macro
     def say_valid(slots, ready, block, ok):
         T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
         T.barrier_arrive(ready[block])
@@ -117,6 +125,24 @@ def build(plan: Plan) -> PrimFunc:
     def add_sums(p, sums, scale):
         # sums = scale sums + the row sums of p, each lane over the columns it holds.
         T.call_extern("handle", "sparse_mla::add_sums", p.data, sums.data, scale.data)
+
+    @T.macro
+    def weigh(total, other, lse, maxima, mine, others, sink, sinks, sums_ready, scale_log2):
+        # lse, and instead of the sums of exponentials sigmoid(lse - sink) / their sum over both warpgroups.
+        T.call_extern("handle", "sparse_mla::quad_sums", total.data)
+        T.copy(total, mine)
+        T.copy(sinks, sink)
+        T.barrier_arrive(sums_ready)
+        T.barrier_wait(sums_ready, 0)
+        T.copy(others, other)
+        for h in T.Parallel(ROWS):
+            total[h] += other[h]
+        for h in T.Parallel(ROWS):
+            lse[h] = T.if_then_else(total[h] > 0, (T.log2(total[h]) + maxima[h] * scale_log2) * LN_2, -T.infinity(fp32))
+        for h in T.Parallel(ROWS):
+            total[h] = T.if_then_else(
+                total[h] > 0, T.call_extern(fp32, "sparse_mla::weight_over", total[h], lse[h] - sink[h]), 0.0
+            )
 
     @T.macro
     def rescale(o, scale):
@@ -225,25 +251,25 @@ def build(plan: Plan) -> PrimFunc:
                 found = T.alloc_local([8], idx_t)
                 rows = T.alloc_local([8], "int64")
                 ok = T.alloc_local([8], "int32")
+                q_rows = T.alloc_local([4], "int64")
+                q_ok = T.alloc_local([4], "int32")
                 load_slots(found, Indices, b, ti, g, r0, length)
                 for j in T.unroll(PASSES):
                     token, head = if_exists(j * 16 + r0, TOKENS, heads, left)
-                    ok[j] = T.cast(exists(j * 16 + r0, TOKENS, heads, left), "int32")
-                    rows[j] = T.call_extern(
+                    q_ok[j] = T.cast(exists(j * 16 + r0, TOKENS, heads, left), "int32")
+                    q_rows[j] = T.call_extern(
                         "int64", "sparse_mla::kept", T.address_of(Q[b, t + token, head_0 + head, c0])
                     )
-                T.call_extern(
-                    "handle", f"sparse_mla::gather_rows<{D // STEP}>",
-                    T.address_of(Q_s[r0, c0]), rows.data, ok.data, 0, 0,
-                )  # fmt: skip
-                # Sinks too: a read from global memory would stand in the way of the last step.
+                gather_q(Q_s, q_rows, q_ok, r0, c0, 0, HALF)
+                # A read of the sinks from global memory would stand in the way of the last step.
                 if lane < ROWS:
                     T.ptx_cp_async(
                         T.access_ptr(sinks[lane], "w", 1),
                         T.access_ptr(Sink[head_0 + if_exists(lane, TOKENS, heads, left)[1]], "r", 1),
                         1,
                     )
-                T.cp_async_barrier_noinc(q_ready)
+                if pairs == 0:
+                    T.cp_async_barrier_noinc(q_ready)
 
                 for i in T.serial(pairs):
                     T.call_extern(
@@ -258,6 +284,10 @@ def build(plan: Plan) -> PrimFunc:
                         T.cp_async_barrier_noinc(slots_ready[0])
                     gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
                     T.cp_async_barrier_noinc(left_ready[0])
+                    if i == 0:
+                        # The scores begin with L: what R needs comes after it.
+                        gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D)
+                        T.cp_async_barrier_noinc(q_ready)
                     if TOKENS == 1:
                         say_valid(slots, slots_ready, 0, ok)
 
@@ -297,18 +327,21 @@ def build(plan: Plan) -> PrimFunc:
                 T.fill(o_l, 0)
                 T.fill(l_0, 0)
                 T.fill(m_both_0, FLOOR)
-                T.barrier_wait(q_ready, 0)
 
                 if pairs > 0:
                     T.barrier_wait(left_ready[0], 0)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                    T.barrier_wait(q_ready, 0)
                     T.barrier_wait(right_ready[0], 0)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
                     T.barrier_wait(slots_ready[0], 0)
                     load_valid(valid_0, slots, 0)
                     T.wait_wgmma(0)
+                else:
+                    T.barrier_wait(q_ready, 0)
+                    weigh(l_0, l_i_0, m_0, m_both_0, sum_0, sum_1, sink_0, sinks, sums_ready, scale_log2)
 
                 for i in T.serial(pairs):
                     mask(s_0, valid_0, slots, 0)
@@ -352,35 +385,12 @@ def build(plan: Plan) -> PrimFunc:
                         load_valid(valid_0, slots, 0)
                         T.wait_wgmma(0)
                     else:
+                        weigh(l_0, l_i_0, m_0, m_both_0, sum_0, sum_1, sink_0, sinks, sums_ready, scale_log2)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(left_free[1])
 
-                T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
-                T.copy(l_0, sum_0)
-                T.copy(sinks, sink_0)
-                T.barrier_arrive(sums_ready)
-                T.barrier_wait(sums_ready, 0)
-                T.copy(sum_1, l_i_0)
-                for h in T.Parallel(ROWS):
-                    l_0[h] += l_i_0[h]
-                for h in T.Parallel(ROWS):
-                    m_0[h] = T.if_then_else(
-                        l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * LN_2, -T.infinity(fp32)
-                    )
                 for h in T.Parallel(ROWS):
                     if exists(h, TOKENS, heads, left):
                         Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
-                for h in T.Parallel(ROWS):
-                    l_0[h] = T.if_then_else(
-                        l_0[h] > 0,
-                        T.call_extern(
-                            fp32,
-                            "sparse_mla::weight_over",
-                            l_0[h],
-                            m_0[h] - sink_0[h],
-                        ),
-                        0.0,
-                    )
                 T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
                 T.copy(o_l, Q_s[:, :HALF])
                 store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF)
@@ -403,6 +413,8 @@ def build(plan: Plan) -> PrimFunc:
                 T.fill(l_1, 0)
                 T.fill(m_both_1, FLOOR)
                 T.barrier_wait(q_ready, 0)
+                if pairs == 0:
+                    weigh(l_1, l_i_1, m_1, m_both_1, sum_1, sum_0, sink_1, sinks, sums_ready, scale_log2)
 
                 for i in T.serial(pairs):
                     T.barrier_wait(right_ready[1], i & 1)
@@ -446,30 +458,11 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_arrive(right_free[0])
                     rescale(o_r, scale_1)
                     T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
+                    if i + 1 == pairs:
+                        weigh(l_1, l_i_1, m_1, m_both_1, sum_1, sum_0, sink_1, sinks, sums_ready, scale_log2)
                     T.wait_wgmma(0)
                     T.barrier_arrive(right_free[1])
 
-                T.call_extern("handle", "sparse_mla::quad_sums", l_1.data)
-                T.copy(l_1, sum_1)
-                T.copy(sinks, sink_1)
-                T.barrier_arrive(sums_ready)
-                T.barrier_wait(sums_ready, 0)
-                T.copy(sum_0, l_i_1)
-                for h in T.Parallel(ROWS):
-                    l_1[h] += l_i_1[h]
-                for h in T.Parallel(ROWS):
-                    m_1[h] = (T.log2(l_1[h]) + m_both_1[h] * scale_log2) * LN_2
-                for h in T.Parallel(ROWS):
-                    l_1[h] = T.if_then_else(
-                        l_1[h] > 0,
-                        T.call_extern(
-                            fp32,
-                            "sparse_mla::weight_over",
-                            l_1[h],
-                            m_1[h] - sink_1[h],
-                        ),
-                        0.0,
-                    )
                 T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                 T.copy(o_r, Q_s[:, HALF:D_V])
                 store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V)
