@@ -214,6 +214,18 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * 8192),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
 }
+// Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
+// the address of the thread's 16 bytes of column 0, into the L2. Eight threads have the same rows.
+__device__ __forceinline__ void ask_for(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+template <int Bytes> __device__ __forceinline__ void ask_for_rows(const void *rows, long long further) {
+  const int thread = threadIdx.x % 8;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const char *row = reinterpret_cast<const char *>(static_cast<const long long *>(rows)[r]) - 16 * thread + further;
+    ask_for(row + 128 * thread);
+    if (Bytes > 1024 && thread == 0) ask_for(row + 1024);
+  }
+}
 // An address that the compiler keeps as it is, not as the sum that it came from.
 __device__ __forceinline__ long long kept(const void *address) {
   long long value = reinterpret_cast<long long>(address);
