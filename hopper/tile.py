@@ -82,7 +82,7 @@ def load_rows(X, X_s, first, b, t, head_0, heads, tokens, left, r0, c0, columns)
 
 @T.macro
 def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last, buffer=()):
-    """Columns `[first, last)` of the rows that exist, by a warpgroup from shared memory, whose rows `buffer` precedes."""
+    """Columns `[first, last)` of the rows that exist, by a warpgroup, from shared memory behind indices `buffer`."""
     threads_a_row = (last - first) // VECTOR
     for r in T.unroll(ROWS * threads_a_row // WARPGROUP):
         row = r * (WARPGROUP // threads_a_row) + lane // threads_a_row
