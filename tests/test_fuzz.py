@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from bench.cases import Case
 from cute_sparse_mla import reference
-from cute_sparse_mla.precision import Judge, Results
+from cute_sparse_mla.precision import Inputs, Judge, Results, compare_rows
 
 from . import fuzz, tensor_core
 from .ptx_sim import capture_cute, project_hopper
@@ -109,3 +111,100 @@ def test_fp32_sums_are_judged_as_fp32() -> None:
         assert all(check.ok for check in checks)
     checks = fuzz.checks_of(fuzz.Contract(case, 4, dkv_buffer=False), judge, results._replace(dkv=granted.dkv), exact)
     assert [check.name for check in checks if not check.ok] == ["dkv"]
+
+
+def _as_tensor_cores_sum(i: Inputs, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """dq of a batch of one and one group, with scores and dP in the sums of a tensor core."""
+    valid = fuzz.valid_slots(i)[0, :, 0]
+    k = i.kv[0, i.indices[0, :, 0].clamp(min=0).long(), 0][:, None]
+    v, dout, order = k[..., : i.d_v], i.dout[0], fuzz._orders(i.q.shape[-1])[0]
+    s = tensor_core.products(i.q[0][:, :, None], k, order) * i.sm_scale
+    slope = tensor_core.products(dout[:, :, None], v, fuzz._orders(i.d_v)[0])
+    slope = slope - (dout.double() * out[0].double()).sum(-1, keepdim=True)
+    assert i.attn_sink is not None
+    w = torch.sigmoid(lse[0].double() - i.attn_sink.double())[..., None]
+    dS = (s - lse[0].double()[..., None]).exp() * w * slope
+    dS = dS.masked_fill(~valid[:, None], 0).to(i.q.dtype).double()
+    return (i.sm_scale * (dS @ k[:, 0].double()))[None].to(i.q.dtype)
+
+
+def test_a_tensor_cores_dq_of_cancelling_rows() -> None:
+    """In rows with one valid row dP - Delta cancels to the last bits: found on an H200 at 3 times the clause's limit.
+
+    Such rows are granted what the sums leave, beside rows with several, to which the clause applies; three times that
+    is a miss in any row.
+    """
+    case = Case(
+        S=24,
+        S_kv=40,
+        H=16,
+        K=2,
+        D=512,
+        dtype=torch.float16,
+        sink="random",
+        invalid="shuffled",
+        q_scale=4.0,
+        sm_scale=0.5,
+    )
+    contract = fuzz.Contract(case, 0, dkv_buffer=False)
+    i = fuzz.inputs_of(contract, CPU)
+    judge = Judge(i)
+    out, lse = judge.budget_forward()
+    exact = judge.gradients(out, lse, judge.rules[0])
+    granted = judge.gradients(out, lse, judge.rules[1])
+    dq = _as_tensor_cores_sum(i, out, lse)
+    assert not compare_rows("dq", dq, exact.dq, granted.dq).ok
+
+    def missed(dq: torch.Tensor) -> list[str]:
+        results = Results(out, lse, dq, granted.dkv, granted.d_sink)
+        return [check.name for check in fuzz.checks_of(contract, judge, results, exact) if not check.ok]
+
+    assert missed(dq) == []
+    noise = fuzz.noise(contract, i, lse)[0]
+    row = int(noise.argmax())
+    wrong = exact.dq.double().flatten(0, 2)
+    wrong[row] += (
+        3 * noise.flatten()[row] / wrong.shape[1] ** 0.5 + 2 * (granted.dq - exact.dq).flatten(0, 2)[row].abs()
+    )
+    assert missed(wrong.view(dq.shape).to(dq.dtype)) == ["dq"]
+
+
+def test_inputs_are_the_same_on_every_device() -> None:
+    """Drawn on a CPU, also for a device that could not draw them: what a GPU misses is replayed in the simulator."""
+    contract = fuzz.Contract(Case(S=3, K=5, sink="random", dlse=True, length="random", positions="random"), seed=1)
+    there, here = (vars(fuzz.inputs_of(contract, torch.device(name))) for name in ("meta", "cpu"))
+    tensors = {name for name, value in here.items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) == 8 and all(there[name].is_meta for name in tensors)
+
+
+def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Calls judged before a kill count, those of other kernels do not, and a whole count judges nothing more."""
+    out = tmp_path / "count.jsonl"
+    real, left = fuzz.judge_call, 7
+
+    def stopped(*arguments: Any) -> Any:
+        nonlocal left
+        verdict = real(*arguments)
+        left -= verdict is not None
+        if left < 0:
+            raise KeyboardInterrupt
+        return verdict
+
+    def run(cases: int) -> list[dict[str, Any]]:
+        words = f"fuzz --target reference --cases {cases} --seed 15 --resume --out {out}".split()
+        monkeypatch.setattr("sys.argv", words)
+        assert fuzz.main() == 0
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    monkeypatch.setattr(fuzz, "judge_call", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(20)
+    (row,) = (json.loads(line) for line in out.read_text().splitlines())
+    before = row["cases"]
+    assert 5 <= before <= 7 and row["next_seed"] == 16
+    monkeypatch.setattr(fuzz, "judge_call", real)
+    (row,) = run(20)
+    assert row["cases"] == 20 and row["seed"] == 15 and row["next_seed"] == 17
+    assert run(20) == [row]
+    monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
+    assert [row["cases"] for row in run(5)] == [20, 5]
