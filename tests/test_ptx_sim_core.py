@@ -358,7 +358,7 @@ def test_clocks_advance() -> None:
 
 
 def test_a_program_is_translated_once_and_its_global_variables_are_its_own() -> None:
-    """Launches of one text share the translation, not what they run on; with a variable in memory they share nothing."""
+    """Launches of one text share its translation, not what they run on; with a variable in memory nothing."""
     body = LANE + lane_address(0, 60) + "mov.u32 %r1, %ntid.x;\nst.global.b32 [%d60], %r1;\n"
     launches = [launch(body, {"a": np.zeros(64, np.uint32)}, block=block) for block in (32, 64)]
     first, second = (one.program(one.memory()) for one in launches)
