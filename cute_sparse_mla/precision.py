@@ -231,19 +231,15 @@ def _same_shape(name: str, got: Tensor, oracle: Tensor) -> None:
         raise ValueError(f"{name}: shape {list(got.shape)} instead of {list(oracle.shape)}")
 
 
-def compare_rows(name: str, got: Tensor, oracle: Tensor, budget: Tensor, noise: Tensor | None = None) -> TensorCheck:
-    """A tensor of rows `[..., n]` against the oracle, within the budget implementation's error.
-
-    `noise [...]` or `[]`, which is no part of the clause, is added to the limit of each row, its RMS to the total's.
-    """
+def compare_rows(name: str, got: Tensor, oracle: Tensor, budget: Tensor) -> TensorCheck:
+    """A tensor of rows `[..., n]` against the oracle, within the budget implementation's error."""
     _same_shape(name, got, oracle)
     exact = oracle.double()
     errors, granted = _row_norms(got.double() - exact), _row_norms(budget.double() - exact)
     norm = _rms(_row_norms(exact))
     floor = FLOOR * norm
-    more = torch.zeros_like(errors) if noise is None else noise.expand(oracle.shape[:-1]).flatten()
-    worst, row = _worst(errors, ROW_FACTOR * granted + floor + more)
-    total = _ratio(_rms(errors), TOTAL_FACTOR * _rms(granted) + floor + _rms(more))
+    worst, row = _worst(errors, ROW_FACTOR * granted + floor)
+    total = _ratio(_rms(errors), TOTAL_FACTOR * _rms(granted) + floor)
     nonfinite = int((~torch.isfinite(got)).sum())
     error = _ratio(_rms(errors), norm) if norm else _rms(errors)
     return TensorCheck(name, error, total, worst, row, nonfinite, tuple(oracle.shape[:-1]))
