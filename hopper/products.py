@@ -74,6 +74,8 @@ namespace sparse_mla {
 __device__ __forceinline__ void copy_16(unsigned to, const char *from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
+// For the compiler only: the rings are written.
+__device__ __forceinline__ void fills(const void *, const void *) {}
 // Sixteen bytes a thread of eight rows, 16 apart in shared memory; a row without a place becomes zero, unread.
 __device__ __forceinline__ void load_factors(const void *to, const void *from, const void *places_of) {
   const int *places = static_cast<const int *>(places_of);
@@ -296,7 +298,6 @@ def build_products(plan: Plan) -> PrimFunc:
             t = (tile_0 + ti) * TOKENS
             left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), i32)
             T.barrier_wait(free[stage], ((step_0 + i) // STAGES & 1) ^ 1)
-            # Said to be read: `free` and `ready` order what is written, and TileLang would add barriers of its own.
             T.call_extern(
                 "handle", "sparse_mla::load_factors", T.access_ptr(A_s[stage, lane // 8, c0], "r", VECTOR),
                 T.access_ptr(Factors[((b * L + ti) * G + g) * part_slots * FACTOR_COLUMNS + factor + c0], "r", VECTOR),
@@ -381,6 +382,11 @@ def build_products(plan: Plan) -> PrimFunc:
             g = T.truncmod(T.cast(bz, i64), G)
             r_0 = by * PRODUCT_ROWS
             head_0 = g * heads
+            # `ready` and `free` order the rings. Told of writes in the loops, TileLang would add barriers there.
+            T.call_extern(
+                "handle", "sparse_mla::fills", T.access_ptr(A_s[0, 0, 0], "w", VECTOR),
+                T.access_ptr(X_s[0, 0, 0], "w", VECTOR),
+            )  # fmt: skip
             found = T.alloc_var(i32)
             found = T.call_extern(
                 i32, f"sparse_mla::find_tiles<{MOST_TILES}>", T.access_ptr(Places[b, 0, g, 0], "r", 1), G * S_kv,
