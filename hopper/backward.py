@@ -336,7 +336,7 @@ def build(plan: Plan) -> PrimFunc:
             rest = T.alloc_var("int32")
             rest = bx
             if TOKENS > 1 and not IN_PARTS:
-                # Long lists come late in a text: they start first.
+                # Long lists come late in a text.
                 rest = T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx
             tile = T.truncmod(rest, tiles_per_group)
             ti = T.cast(T.truncdiv(rest, tiles_per_group), i64)

@@ -96,16 +96,10 @@ __device__ __forceinline__ int pays(const void *samples, int count, int per_mill
   for (int step = 16; step > 0; step /= 2) margin += __shfl_xor_sync(~0u, margin, step);
   return margin >= 0;
 }
-// The same once the samples are there.
-__device__ __forceinline__ int decide(const void *samples, int count, int per_mille) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  return pays(samples, count, per_mille);
-}
 template <typename Index, int Tokens, int Threads, int Span, int Width>
-__device__ __forceinline__ int build_union(const void *list, long long token_stride, long long slot_stride,
-                                           const int *lengths, const int *limits, int S_kv, int capacity,
-                                           const void *samples, int sampled, int per_mille, bool late, void *masks,
-                                           int *state, void *rows_out, void *bits_out, void *length_out) {
+__device__ __forceinline__ void build_union(const void *list, long long token_stride, long long slot_stride,
+                                            const int *lengths, const int *limits, int S_kv, int capacity, void *masks,
+                                            int *state, void *rows_out, void *bits_out, void *length_out) {
   constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Width, PerVector = 4 * PerWord;
   const Index *indices = static_cast<const Index *>(list);
   unsigned *words = static_cast<unsigned *>(masks);
@@ -114,11 +108,6 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
   int *next_row = state, *repeats = state + 1, *counts = state + 2;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   int longest = 0, total = 0;
-  bool decided = sampled == 0;
-  if (late && !decided) {
-    if (!decide(samples, sampled, per_mille)) return 0;
-    decided = true;
-  }
 #pragma unroll
   for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
   if (thread == 0) *repeats = 0;
@@ -154,12 +143,9 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     }
     if (S_kv - start > Span && beyond != None) atomicMin(next_row, beyond);
     __syncthreads();
-    if (!decided && !decide(samples, sampled, per_mille)) return 0;
-    decided = true;
 
-    // Each warp owns a stretch of the range, of whole 32 rows: first how many rows it will write, then the rows.
-    constexpr int Step = PerVector < 32 ? 32 / PerVector : 1;
-    const int stretch = (filled + Warps * Step - 1) / (Warps * Step) * Step;
+    // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
+    const int stretch = (filled + Warps - 1) / Warps;
     const int own = min(warp * stretch, filled), end = min(own + stretch, filled);
     int count = 0;
     for (int v = own + lane; v < end; v += 32) {
@@ -173,18 +159,38 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     const int counted = lane < Warps ? counts[lane] : 0;
     int slot = total + sum_of_warp(lane < warp ? counted : 0);
     total += sum_of_warp(counted);
-    // A lane a row, so that lanes write side by side and none waits for one whose word is full.
-#pragma unroll 4
-    for (int row = own * PerVector + lane; row - lane < end * PerVector; row += 32) {
-      const unsigned word = row < end * PerVector ? words[row / PerWord] : 0;
-      const unsigned field = word >> row % PerWord * Width & ((2u << (Width - 1)) - 1);
-      const unsigned there = __ballot_sync(~0u, field);
-      if (field) {
-        const int at = slot + __popc(there & ((1u << lane) - 1));
-        rows[at] = start + row;
-        if (Tokens > 1) bits[at] = field;
+    for (int first = own * 4; first < end * 4; first += 32) {
+      const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
+      unsigned fields = taken<Width>(word);
+      if constexpr (PerWord == 2) {
+        // Lanes write side by side, which pays where many rows are selected.
+        const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
+        const unsigned earlier = (1u << lane) - 1;
+        int at = slot + __popc(low & earlier) + __popc(high & earlier);
+        for (int half = 0; half < 2; ++half) {
+          if (!(fields >> 16 * half & 1)) continue;
+          rows[at] = start + 2 * (first + lane) + half;
+          if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
+          ++at;
+        }
+        slot += __popc(low) + __popc(high);
+        continue;
       }
-      slot += __popc(there);
+      const int mine = __popc(fields);
+      if (!__any_sync(~0u, mine)) continue;
+      int upto = mine;  // inclusive sum over the lanes
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, upto, step);
+        if (lane >= step) upto += below;
+      }
+      int at = slot + upto - mine;
+      for (; fields; fields &= fields - 1, ++at) {
+        const int shift = __popc((fields & -fields) - 1);
+        rows[at] = start + (first + lane) * PerWord + shift / Width;
+        if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
+      }
+      slot += __shfl_sync(~0u, upto, 31);
     }
     start = S_kv - start > Span ? *next_row : S_kv;
     __syncthreads();
@@ -223,7 +229,6 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
       __syncthreads();
     }
   if (thread == 0) *static_cast<int *>(length_out) = total + extra;
-  return 1;
 }
 }  // namespace sparse_mla
 """
@@ -283,7 +288,6 @@ def build(plan: UnionPlan) -> PrimFunc:
         tile_0: T.int32,
         samples: T.int32,
         per_mille: T.int32,
-        early: T.int32,
         S_kv: T.int32,
         causal: T.int32,
         has_length: T.int32,
@@ -293,8 +297,6 @@ def build(plan: UnionPlan) -> PrimFunc:
             T.import_source(LEAVE + UNION)
             if plan.threads in BLOCKS:
                 T.annotate_min_blocks_per_sm(BLOCKS[plan.threads])
-            if samples == 0:
-                T.pdl_sync()
             leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([STATE], i32, scope="shared")
@@ -302,6 +304,11 @@ def build(plan: UnionPlan) -> PrimFunc:
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
             chosen = T.alloc_var(i32)
+            chosen = 1
+            if samples > 0:
+                chosen = T.call_extern(i32, "sparse_mla::pays", T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille)
+            if (bx == 0) & (tx == 0):
+                Chosen[0] = chosen
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
             b = T.alloc_var(i64)
@@ -309,22 +316,20 @@ def build(plan: UnionPlan) -> PrimFunc:
             ti = T.truncdiv(T.cast(bx, i64), G)
             b = T.truncdiv(ti, L)
             ti = T.truncmod(ti, L)
-            first = T.alloc_var(i64)
-            first = (tile_0 + ti) * tokens
-            say_bounds(
-                lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv,
-                causal, has_length, has_positions,
-            )  # fmt: skip
-            chosen = T.call_extern(
-                i32, function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
-                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
-                T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille, bx >= early,
-                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
-                T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
-                T.access_ptr(Lengths[b, ti, g], "w", 1),
-            )  # fmt: skip
-            if (bx == 0) & (tx == 0):
-                Chosen[0] = chosen
+            if chosen != 0:
+                first = T.alloc_var(i64)
+                first = (tile_0 + ti) * tokens
+                say_bounds(
+                    lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv,
+                    causal, has_length, has_positions,
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
+                    T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
+                    T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
+                    T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
+                    T.access_ptr(Lengths[b, ti, g], "w", 1),
+                )  # fmt: skip
 
     return sparse_mla_unions
 
@@ -352,7 +357,6 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(N, i32), threads=plan.threads) as bx:
             T.import_source(UNION)
-            T.pdl_trigger()
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([2], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
