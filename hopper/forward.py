@@ -25,8 +25,9 @@ over in the tail columns of its own buffer, where there is a tail):
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
 do those of rows whose token did not select the slot. m is a running maximum that only grows by more than `SLACK`: most
-blocks leave O as it is. Tiles of several tokens start from the last, whose lists are the longest in a text. A product's scores start from nothing: a product that adds to
-values from registers would wait for them, and ptxas makes that wait one for all products in flight.
+blocks leave O as it is. Tiles of several tokens start from the last, whose lists are the longest in a text. A product's
+scores start from nothing: a product that adds to values from registers would wait for them, and ptxas makes that wait
+one for all products in flight.
 """
 
 from typing import Any  # noqa: I001
