@@ -377,15 +377,16 @@ def _launches(
 
 
 def _schedule(problem: Problem, gather: Gather) -> tuple[int, int]:
-    """CTAs of a forward, and how many tiles further on in the sequence a CTA's next one is, roughly.
+    """CTAs of a forward, and how many tiles further on in the sequence an SM's next one is, roughly.
 
-    Lists of one length are gone through by a CTA an SM. Where lengths differ every tile has a CTA of its own, and the
-    next goes to the SM that is free first.
+    A CTA of every SM goes over lists of one length. Where lengths differ each tile has a CTA of its own, and the next
+    goes to the SM that is free first.
     """
     units, a_token = env.multiprocessors(gather.slots.device), problem.G * _tiles(problem)
     has_length = gather.flags[1]
     tiles = problem.B * gather.slots.shape[1] * a_token
-    return max(1, tiles) if has_length else units, max(1, units // a_token)
+    ahead = max(1, units // a_token)
+    return max(1, tiles) if has_length else units, ahead if gather.tokens == 1 else -ahead
 
 
 def fwd(
