@@ -50,7 +50,7 @@ from .plan import (
 )  # fmt: skip
 from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .tile import (
-    PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
+    PASSES, VECTOR, begin, exists, if_exists, load_bits, load_rows,
     selects, store_rows,
 )  # fmt: skip
 
@@ -323,7 +323,7 @@ def build(plan: Plan) -> PrimFunc:
             ds_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             p_free = T.alloc_barrier(arrive_count=WARPGROUP)
 
-            leave_unless_chosen(Chosen, wanted)
+            begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
             tx = T.get_thread_binding()
             cta = T.cast(bx, i64)
             tile = T.alloc_var("int32")
@@ -333,8 +333,13 @@ def build(plan: Plan) -> PrimFunc:
             b = T.alloc_var(i64)
             head_0 = T.alloc_var(i64)
             heads = T.alloc_var("int32")
-            tile = T.truncmod(bx, tiles_per_group)
-            ti = T.cast(T.truncdiv(bx, tiles_per_group), i64)
+            rest = T.alloc_var("int32")
+            rest = bx
+            if TOKENS > 1 and not IN_PARTS:
+                # Long lists come late in a text.
+                rest = T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx
+            tile = T.truncmod(rest, tiles_per_group)
+            ti = T.cast(T.truncdiv(rest, tiles_per_group), i64)
             g = T.truncmod(ti, G)
             ti = T.truncdiv(ti, G)
             b = T.truncdiv(ti, L)
