@@ -26,8 +26,8 @@ from ..union_lists import UnionPlan
 from .ptx import LEAVE
 from .tile import leave_unless_chosen
 
-# Words of shared state: next row, repeats, rows counted in the pieces of up to 32 warps.
-STATE = 2 + 8 * 32
+# Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
+STATE = 2 + 32
 # CTAs of so many threads that a multiprocessor is to hold: 40 registers a thread. (72 registers: 65, 80 and 117 us for
 # 8, 4 and 2 tokens a tile, 16,384 tokens, K 640 of 20,480 rows; 40: 56, 69 and 108. At 4096 tokens no difference.)
 BLOCKS = {256: 6}
@@ -45,15 +45,6 @@ __device__ __forceinline__ unsigned taken(unsigned word) {
 __device__ __forceinline__ int sum_of_warp(int value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-// Of the lanes up to this one.
-__device__ __forceinline__ int sum_upto(int value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(~0u, value, step);
-    if (threadIdx.x % 32 >= step) value += below;
-  }
   return value;
 }
 // Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
@@ -167,61 +158,53 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     if (!decided && !decide(samples, sampled, per_mille)) return 0;
     decided = true;
 
-    // Each warp owns pieces of the range, far apart since selected rows often lie together: first how many rows it will
-    // write, then the rows.
-    constexpr int Pieces = 8 * Warps, Own = Pieces / 32;
-    const int piece = ((filled + Pieces - 1) / Pieces + 7) / 8 * 8;
-    for (int number = warp; number < Pieces; number += Warps) {
-      unsigned count = 0;
-      for (int v = number * piece + lane; v < min((number + 1) * piece, filled); v += 32) {
-        const uint4 x = vectors[v];
-        count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
-                 __popc(taken<Width>(x.w));
-      }
-      count = __reduce_add_sync(~0u, count);
-      if (lane == 0) counts[number] = count;
+    // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
+    const int stretch = (filled + Warps - 1) / Warps;
+    const int own = min(warp * stretch, filled), end = min(own + stretch, filled);
+    int count = 0;
+    for (int v = own + lane; v < end; v += 32) {
+      const uint4 x = vectors[v];
+      count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
+               __popc(taken<Width>(x.w));
     }
+    count = sum_of_warp(count);
+    if (lane == 0) counts[warp] = count;
     __syncthreads();
-    // A lane sums the counts of `Own` pieces; the same one of them is this warp's in all lanes.
-    int sum = 0, sum_before = 0;
-#pragma unroll
-    for (int i = 0; i < Own; ++i) {
-      if (i == warp % Own) sum_before = sum;
-      sum += counts[lane * Own + i];
-    }
-    const int upto_sum = sum_upto(sum), start_slot = total + upto_sum - sum + sum_before;
-    total += __shfl_sync(~0u, upto_sum, 31);
-    for (int number = warp; number < Pieces; number += Warps) {
-      int slot = __shfl_sync(~0u, start_slot, number / Own);
-      const int end = min((number + 1) * piece, filled);
-      for (int first = number * piece * 4; first < end * 4; first += 32) {
-        const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-        unsigned fields = taken<Width>(word);
-        if constexpr (PerWord == 2) {
-          // Lanes write side by side, which pays where many rows are selected.
-          const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
-          const unsigned earlier = (1u << lane) - 1;
-          int at = slot + __popc(low & earlier) + __popc(high & earlier);
-          for (int half = 0; half < 2; ++half) {
-            if (!(fields >> 16 * half & 1)) continue;
-            rows[at] = start + 2 * (first + lane) + half;
-            if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
-            ++at;
-          }
-          slot += __popc(low) + __popc(high);
-          continue;
+    const int counted = lane < Warps ? counts[lane] : 0;
+    int slot = total + sum_of_warp(lane < warp ? counted : 0);
+    total += sum_of_warp(counted);
+    for (int first = own * 4; first < end * 4; first += 32) {
+      const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
+      unsigned fields = taken<Width>(word);
+      if constexpr (PerWord == 2) {
+        // Lanes write side by side, which pays where many rows are selected.
+        const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
+        const unsigned earlier = (1u << lane) - 1;
+        int at = slot + __popc(low & earlier) + __popc(high & earlier);
+        for (int half = 0; half < 2; ++half) {
+          if (!(fields >> 16 * half & 1)) continue;
+          rows[at] = start + 2 * (first + lane) + half;
+          if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
+          ++at;
         }
-        const int mine = __popc(fields);
-        if (!__any_sync(~0u, mine)) continue;
-        const int upto = sum_upto(mine);
-        int at = slot + upto - mine;
-        for (; fields; fields &= fields - 1, ++at) {
-          const int shift = __popc((fields & -fields) - 1);
-          rows[at] = start + (first + lane) * PerWord + shift / Width;
-          if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
-        }
-        slot += __shfl_sync(~0u, upto, 31);
+        slot += __popc(low) + __popc(high);
+        continue;
       }
+      const int mine = __popc(fields);
+      if (!__any_sync(~0u, mine)) continue;
+      int upto = mine;  // inclusive sum over the lanes
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, upto, step);
+        if (lane >= step) upto += below;
+      }
+      int at = slot + upto - mine;
+      for (; fields; fields &= fields - 1, ++at) {
+        const int shift = __popc((fields & -fields) - 1);
+        rows[at] = start + (first + lane) * PerWord + shift / Width;
+        if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
+      }
+      slot += __shfl_sync(~0u, upto, 31);
     }
     start = S_kv - start > Span ? *next_row : S_kv;
     __syncthreads();
