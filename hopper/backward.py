@@ -48,9 +48,9 @@ from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .tile import (
-    PASSES, VECTOR, exists, if_exists, leave_unless_chosen, load_bits, load_rows,
+    PASSES, STEP, VECTOR, exists, find_rows, find_tile, if_exists, leave_unless_chosen, load_bits,
     selects, store_rows,
 )  # fmt: skip
 
@@ -66,6 +66,7 @@ def build(plan: Plan) -> PrimFunc:
     ORDERED, FACTORED, IN_PARTS = plan.dkv == TERMS, plan.dkv == FACTORS, plan.dkv != ADDS
     STORE = "true" if ORDERED else "false"
     dtype, idx_t = plan.dtype, plan.index_dtype
+    INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
     SPLIT = HALF + 128
     DTYPE = WGMMA_TYPE[dtype]
@@ -94,29 +95,46 @@ def build(plan: Plan) -> PrimFunc:
     tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
 
     @T.macro
-    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, kv_base, idx, rows, source):
-        # Rows of block i from the indices read before, and the indices of block i + 1.
-        for r in T.unroll(PASSES):
-            rows[r] = T.if_then_else(
-                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
-            )
-            source[r] = T.call_extern(
-                i64, "sparse_mla::address", T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + c0], "r", VECTOR)
-            )
-            idx[r] = -1
-            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
-                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
+    def load_slots(found, Indices, b, ti, g, slot, length):
+        # Entries of a thread's four slots of a block.
+        T.call_extern(
+            "handle", f"sparse_mla::load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]),
+            ik * INDEX_BYTES, slot, length,
+        )  # fmt: skip
 
     @T.macro
-    def gather(n, KV_s, r0, c0, source, rows, kv_ready):
+    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, found, rows, source, ok):
+        # Rows of block i from the entries read before, and the entries of block i + 1.
+        T.call_extern(
+            "handle", f"sparse_mla::place_rows<{INDEX}, {PASSES}>", source.data, ok.data, found.data,
+            T.address_of(KV[b, 0, g, c0]), ks * ITEM, limit,
+        )  # fmt: skip
+        for r in T.unroll(PASSES):
+            rows[r] = T.if_then_else(ok[r] != 0, T.cast(found[r], "int32"), -1)
+        load_slots(found, Indices, b, ti, g, (i + 1) * BLOCK_K + r0, length)
+
+    @T.macro
+    def gather(n, KV_s, r0, c0, source, ok, kv_ready):
         # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
         first, last = GROUPS[n]
-        for r in T.unroll(PASSES):
-            T.call_extern(
-                "handle", f"sparse_mla::gather_row<{last - first}>",
-                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), source[r] + first * ITEM, rows[r] >= 0,
-            )  # fmt: skip
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(KV_s[r0, first + c0]), source.data, ok.data, 0, first,
+        )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[n])
+
+    @T.macro
+    def load_q_dout(n, QdO_s, r0, c0, q_at, do_at, there):
+        # A group of columns of q, and of dout below it; rows that do not exist become zero.
+        first, last = GROUPS[n]
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
+            T.address_of(QdO_s[r0, first + c0]), q_at.data, there.data, 0, first,
+        )  # fmt: skip
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(min(last, D_V) - first) // STEP}, {2 * ROWS}>",
+            T.address_of(QdO_s[ROWS + r0, first + c0]), do_at.data, there.data, 0, first,
+        )  # fmt: skip
 
     @T.macro
     def say_rows(i, slot_row, slot_to, rows, lane, r0):
@@ -131,17 +149,31 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
-    ):
+        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok, kv_ready,
+        rows_ready,
+    ):  # fmt: skip
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
             say_rows(i, slot_row, slot_to, rows, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
-        gather(0, KV_s, r0, c0, source, rows, kv_ready)
+        gather(0, KV_s, r0, c0, source, ok, kv_ready)
         if TOKENS == 1:
             say_rows(i, slot_row, slot_to, rows, lane, r0)
             T.barrier_arrive(rows_ready)
+
+    @T.macro
+    def load_stats(Stats, stats, b, t, head_0, heads, left, lane):
+        # Of a row that does not exist zeros: all its terms are then 0 times something finite.
+        if lane < ROWS:
+            token, head = if_exists(lane, TOKENS, heads, left)
+            for v in T.unroll(3):
+                T.ptx_cp_async(
+                    T.access_ptr(stats[v, lane], "w", 1),
+                    T.access_ptr(Stats[v, b, t + token, head_0 + head], "r", 1),
+                    1,
+                    predicate=exists(lane, TOKENS, heads, left),
+                )
 
     @T.macro
     def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
@@ -290,7 +322,7 @@ def build(plan: Plan) -> PrimFunc:
         has_positions: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             if FACTORED:
@@ -326,19 +358,18 @@ def build(plan: Plan) -> PrimFunc:
             leave_unless_chosen(Chosen, wanted)
             tx = T.get_thread_binding()
             cta = T.cast(bx, i64)
-            tile = T.alloc_var("int32")
+            place = T.alloc_local([4], "int32")
+            find_tile(place, bx, B, G, L, tiles_per_group)
+            tile = place[0]
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
             t = T.alloc_var(i64)
             b = T.alloc_var(i64)
             head_0 = T.alloc_var(i64)
             heads = T.alloc_var("int32")
-            tile = T.truncmod(bx, tiles_per_group)
-            ti = T.cast(T.truncdiv(bx, tiles_per_group), i64)
-            g = T.truncmod(ti, G)
-            ti = T.truncdiv(ti, G)
-            b = T.truncdiv(ti, L)
-            ti = T.truncmod(ti, L)
+            g = T.cast(place[1], i64)
+            ti = T.cast(place[2], i64)
+            b = T.cast(place[3], i64)
             t = (tile_0 + ti) * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
@@ -358,8 +389,6 @@ def build(plan: Plan) -> PrimFunc:
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
-                kv_base = T.alloc_var(i64)
-                kv_base = b * kb + g * kg
                 limit = T.alloc_var(i64)
                 limit = S_kv
                 if causal != 0:
@@ -368,59 +397,54 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
+                found = T.alloc_local([PASSES], idx_t)
+                rows = T.alloc_local([PASSES], "int32")
+                ok = T.alloc_local([PASSES], "int32")
+                source = T.alloc_local([PASSES], i64)
+                load_slots(found, Indices, b, ti, g, r0, length)
                 if blocks > 0:
-                    load_rows(Q, QdO_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                    load_rows(dO, QdO_s, ROWS, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
-                if lane < ROWS:
-                    token, head = if_exists(lane, TOKENS, heads, left)
-                    for v in T.unroll(3):
-                        stats[v, lane] = T.if_then_else(
-                            exists(lane, TOKENS, heads, left),
-                            Stats[v, b, t + token, head_0 + head],
-                            T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
-                        )
-
-                idx = T.alloc_local([4], idx_t)
-                rows = T.alloc_local([4], "int32")
-                source = T.alloc_local([4], i64)
-                for r in T.unroll(4):
-                    idx[r] = -1
-                    if r * 16 + r0 < length:
-                        idx[r] = Indices[b, ti, g, r * 16 + r0]
-                dq_r = T.alloc_fragment([ROWS, HALF], fp32)
-                start_dq(dq_r, Sums, starts, cta, HALF, D_V)
-
-                next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
-                if blocks > 0:
+                    # Groups of columns of q and dout before those of block 0, so that scores begin with the first.
+                    there = T.alloc_local([PASSES], "int32")
+                    q_at = T.alloc_local([PASSES], i64)
+                    do_at = T.alloc_local([PASSES], i64)
+                    find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
+                    find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
+                    load_q_dout(0, QdO_s, r0, c0, q_at, do_at, there)
+                    load_stats(Stats, stats, b, t, head_0, heads, left, lane)
+                    load_q_dout(1, QdO_s, r0, c0, q_at, do_at, there)
+                    next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
                     gather_first(
-                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok,
                         kv_ready, rows_ready,
                     )  # fmt: skip
-                    gather(1, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(2, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                    gather(1, KV_s, r0, c0, source, ok, kv_ready)
+                    load_q_dout(2, QdO_s, r0, c0, q_at, do_at, there)
+                    gather(2, KV_s, r0, c0, source, ok, kv_ready)
+                    load_q_dout(3, QdO_s, r0, c0, q_at, do_at, there)
+                    gather(3, KV_s, r0, c0, source, ok, kv_ready)
+                dq_r = T.alloc_fragment([ROWS, HALF], fp32)
+                start_dq(dq_r, Sums, starts, cta, HALF, D_V)
                 # Iteration i finishes block i and gathers the next.
                 for i in T.serial(blocks):
                     T.barrier_wait(ds_ready, i & 1)
-                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, kv_base, idx, rows, source)
+                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, found, rows, source, ok)
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
                             i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
-                            rows, kv_ready, rows_ready,
+                            rows, ok, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
-                        gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
                     T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(ds_free)
                     if i < blocks - 1:
-                        gather(2, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(2, KV_s, r0, c0, source, ok, kv_ready)
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
-                        gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(3, KV_s, r0, c0, source, ok, kv_ready)
                 leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.

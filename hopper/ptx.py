@@ -2,18 +2,6 @@
 
 DKV_STREAM = r"""
 namespace sparse_mla {
-__device__ __forceinline__ long long address(const void *from) { return reinterpret_cast<long long>(from); }
-// 16 bytes of every 64 columns of a row, counted from `to` and `from`; zeros, without a read, if the slot is invalid.
-// In the 128-byte swizzle of shared memory 64 columns of 64 rows are one piece of 8 KB.
-template <int Columns> __device__ __forceinline__ void gather_row(const void *to, long long from, bool valid) {
-  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-#pragma unroll
-  for (int u = 0; u < Columns / 64; ++u)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + 8192 * u), "l"(from + 128 * u),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
 // A left operand [64 x 64] in registers is handed from a warpgroup to the same lanes of another: 64 bytes a lane, of
 // which each warp keeps its own 2 KB.
 __device__ __forceinline__ uint4 *fragment(const void *shared) {
@@ -200,9 +188,9 @@ namespace sparse_mla {
 // `Steps` x 64 columns from `first` of four rows of 16-bit elements, 16 rows apart in shared memory: 16 bytes a thread,
 // row and step. Rows are given by the addresses of their column 0, so that every copy has an immediate offset from its
 // row's: with strides as run-time values the address of each copy would cost four instructions.
-// `to`: address of the thread's 16 bytes of the first row and step, in panels of [64 rows x 128 bytes], swizzled.
+// `to`: address of the thread's 16 bytes of the first row and step, in panels of [`Rows` x 128 bytes], swizzled.
 // A row that is not valid becomes zero and is not read.
-template <int Steps>
+template <int Steps, int Rows = 64>
 __device__ __forceinline__ void gather_rows(const void *to, const void *rows, const void *valid, int block, int first) {
   const long long *row = static_cast<const long long *>(rows) + 4 * block;
   const int *ok = static_cast<const int *>(valid) + 4 * block;
@@ -211,7 +199,7 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
   for (int r = 0; r < 4; ++r)
 #pragma unroll
     for (int u = 0; u < Steps; ++u)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * 8192),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
 }
 // An address that the compiler keeps as it is, not as the sum that it came from.
@@ -220,24 +208,25 @@ __device__ __forceinline__ long long kept(const void *address) {
   asm volatile("" : "+l"(value));
   return value;
 }
-// Entries of eight slots, 16 apart from `slot`; -1, which is no row, from `length` on, unread. `list`: address of slot
+// Entries of some slots, 16 apart from `slot`; -1, which is no row, from `length` on, unread. `list`: address of slot
 // 0's entry, `stride`: bytes from one to the next.
-template <typename Index>
+template <typename Index, int Slots = 8>
 __device__ __forceinline__ void load_slots(void *found, const void *list, long long stride, int slot, int length) {
   const char *from = static_cast<const char *>(list) + slot * stride;
 #pragma unroll
-  for (int j = 0; j < 8; ++j, from += 16 * stride)
+  for (int j = 0; j < Slots; ++j, from += 16 * stride)
     static_cast<Index *>(found)[j] = slot + 16 * j < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
 }
 __device__ __forceinline__ long long offset(int row, long long stride) { return static_cast<unsigned>(row) * stride; }
 __device__ __forceinline__ long long offset(long long row, long long stride) { return row * stride; }
-// Addresses of eight rows of kv, of row 0 for what is no row, and which are rows: those from 0 to below `limit`.
-template <typename Index>
+// Addresses of rows of kv, of row 0 for what is no row, and which are rows: those from 0 to below `limit`.
+template <typename Index, int Slots = 8>
 __device__ __forceinline__ void place_rows(void *rows, void *valid, const void *found, const void *kv, long long stride,
                                            long long limit) {
-  const Index end = limit < 0x7fffffff || sizeof(Index) > 4 ? limit : 0x7fffffff;
+  const long long most = limit > 0 ? limit : 0;
+  const Index end = most < 0x7fffffff || sizeof(Index) > 4 ? most : 0x7fffffff;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < Slots; ++j) {
     const Index row = static_cast<const Index *>(found)[j];
     const bool is_row = row >= 0 && row < end;
     static_cast<int *>(valid)[j] = is_row;
