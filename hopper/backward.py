@@ -3,12 +3,12 @@
     p_hat = exp(s - lse)   p = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
     dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and p dout on the first 512 columns
 
-`q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
-`dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
-stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines, to which the
-lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero and is added to a valid row nearby,
-so that adds need no predicate. With several tokens a tile's slots are the union of their rows, as in `forward.py`, and
-a row of kv is added to once for all of them.
+`q`, `dout`, `kv`, `indices`, and `out`, `lse`, `dlse`, `sink`, of which `row_stats.py` makes what a row's scores need
+-> `dq [B, S, H, D]` and adds into fp32 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and
+dS are the left operands of dkv as they stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of
+whole 128-byte lines, to which the lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero
+and is added to a valid row nearby, so that adds need no predicate. With several tokens a tile's slots are the union of
+their rows, as in `forward.py`, and a row of kv is added to once for all of them.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
 the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
@@ -30,9 +30,12 @@ once for both, and no accumulator passes through shared memory.
                                                                     acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS)
 
+Before the first block columns of q, dout and kv come group by group, so that scores begin with the first; meanwhile
+the stream of dkv reads out and makes the rows' values of it.
+
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
-`preprocess.py`, which dq loses with `dq_scale` = sm_scale / unit.
+`row_stats.py`, which dq loses with `dq_scale` = sm_scale / unit.
 
 A kernel that stores `TERMS` (`ordered.py`) or `FACTORS` (`products.py`) does the same for a part of each list, of which
 its `Indices` are a view from slot `slot_0` on; dq may start from the sums that the part before has left in `Sums`, in
@@ -48,9 +51,10 @@ from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, ROW_DOT, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .row_stats import say_stats
 from .tile import (
-    PASSES, STEP, VECTOR, exists, find_rows, find_tile, if_exists, leave_unless_chosen, load_bits,
+    PASSES, STEP, VECTOR, find_rows, find_tile, leave_unless_chosen, load_bits,
     selects, store_rows,
 )  # fmt: skip
 
@@ -85,6 +89,7 @@ def build(plan: Plan) -> PrimFunc:
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv, its terms or factors, and of the sums of dq between parts.
     N, M = T.dynamic("N", i64), T.dynamic("M", i64)
+    R = T.dynamic("R", i64)  # (token, head) pairs of `SinkShares`
     # Tiles of this launch along the sequence, each with a gather list of up to K slots.
     L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
@@ -92,7 +97,10 @@ def build(plan: Plan) -> PrimFunc:
     kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ms, mg, mk = (T.dynamic(n, i64) for n in ("m_b", "m_s", "m_g", "m_k"))
-    tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
+    tb, ts, tg, pb, ps, sh = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
+    ub, us, uh = (T.dynamic(n, i64) for n in ("out_b", "out_s", "out_h"))
+    lb, ls, lh = (T.dynamic(n, i64) for n in ("lse_b", "lse_s", "lse_h"))
+    eb, es, eh = (T.dynamic(n, i64) for n in ("dlse_b", "dlse_s", "dlse_h"))
 
     @T.macro
     def load_slots(found, Indices, b, ti, g, slot, length):
@@ -161,19 +169,6 @@ def build(plan: Plan) -> PrimFunc:
         if TOKENS == 1:
             say_rows(i, slot_row, slot_to, rows, lane, r0)
             T.barrier_arrive(rows_ready)
-
-    @T.macro
-    def load_stats(Stats, stats, b, t, head_0, heads, left, lane):
-        # Of a row that does not exist zeros: all its terms are then 0 times something finite.
-        if lane < ROWS:
-            token, head = if_exists(lane, TOKENS, heads, left)
-            for v in T.unroll(3):
-                T.ptx_cp_async(
-                    T.access_ptr(stats[v, lane], "w", 1),
-                    T.access_ptr(Stats[v, b, t + token, head_0 + head], "r", 1),
-                    1,
-                    predicate=exists(lane, TOKENS, heads, left),
-                )
 
     @T.macro
     def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
@@ -302,13 +297,18 @@ def build(plan: Plan) -> PrimFunc:
         Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
         Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
-        Stats: T.Tensor((4, B, S, H), fp32),
+        Out: T.StridedTensor((B, S, H, D_V), (ub, us, uh, 1), dtype),
+        Lse: T.StridedTensor((B, S, H), (lb, ls, lh), fp32),
+        dLse: T.StridedTensor((B, S, H), (eb, es, eh), fp32),
+        Sink: T.StridedTensor((H,), (sh,), fp32),
+        SinkShares: T.Tensor((R,), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
         dKV: T.Tensor((N,), dtype if FACTORED else fp32),
         Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
         dq_scale: T.float32,
+        root_unit: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
@@ -320,9 +320,10 @@ def build(plan: Plan) -> PrimFunc:
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
+        has_sink: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROW_DOT + STACKED_SCORES + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             if FACTORED:
@@ -345,6 +346,7 @@ def build(plan: Plan) -> PrimFunc:
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             if TAIL:  # noqa: SIM108
                 tail_free = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -410,7 +412,6 @@ def build(plan: Plan) -> PrimFunc:
                     find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
                     find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
                     load_q_dout(0, QdO_s, r0, c0, q_at, do_at, there)
-                    load_stats(Stats, stats, b, t, head_0, heads, left, lane)
                     load_q_dout(1, QdO_s, r0, c0, q_at, do_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
                     gather_first(
@@ -466,6 +467,7 @@ def build(plan: Plan) -> PrimFunc:
                     scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
                     scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
                     T.barrier_wait(rows_ready, i & 1)
+                    T.barrier_wait(stats_ready, 0)
                     T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
                         s[k, h] = T.Select(
@@ -508,6 +510,10 @@ def build(plan: Plan) -> PrimFunc:
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_f = tx - WARPGROUP
+                say_stats(
+                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_f, blocks,
+                    root_unit, has_sink, kv_ready, stats_ready, dtype,
+                )  # fmt: skip
                 dq_f = dS_s
                 if TAIL:
                     dq_f = T.alloc_fragment([ROWS, TAIL], fp32)
@@ -523,6 +529,10 @@ def build(plan: Plan) -> PrimFunc:
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
+                say_stats(
+                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_b, blocks,
+                    root_unit, has_sink, kv_ready, stats_ready, dtype,
+                )  # fmt: skip
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
                 my_rows = T.alloc_local([4], "int32")

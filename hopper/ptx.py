@@ -258,14 +258,6 @@ __device__ __forceinline__ float add_product(float sum, float a, float b) {
   asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
   return sum;
 }
-__device__ __forceinline__ float warp_sum(float sum) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
-    asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
-  }
-  return sum;
-}
 }  // namespace sparse_mla
 """
 
@@ -367,33 +359,67 @@ __device__ __forceinline__ void store_operand(const void *operand, const void *t
 }  // namespace sparse_mla
 """
 
-VECTOR_DOT = r"""
+ROW_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// `sum` and the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
-// whose strides are run-time values.
-__device__ __forceinline__ float dot8_bf16(float sum, const void *a, const void *b) {
-  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
-  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+// 128 columns from `first` of four rows of 16-bit elements given by the addresses of their column 0, 8 threads a row.
+__device__ __forceinline__ void load_rows(void *values, const void *rows, int first) {
+  unsigned *to = static_cast<unsigned *>(values);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = add_product(sum, __uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16));
-    sum = add_product(sum, __uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u));
-  }
-  return sum;
+  for (int i = 0; i < 8; ++i)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[4 * i]), "=r"(to[4 * i + 1]), "=r"(to[4 * i + 2]), "=r"(to[4 * i + 3])
+                 : "l"(static_cast<const long long *>(rows)[i / 2] + 2 * (first + i % 2 * 64)));
 }
-__device__ __forceinline__ float dot8_fp16(float sum, const void *a, const void *b) {
-  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
-  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+__device__ __forceinline__ float2 pair(__nv_bfloat16, unsigned two) {
+  return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+}
+__device__ __forceinline__ float2 pair(__half, unsigned two) {
+  return __half22float2(*reinterpret_cast<const __half2 *>(&two));
+}
+// To the sums of four rows the products of what `load_rows` read and of the same columns in shared memory, where they
+// stand 16 rows apart in panels of [128 rows x 128 bytes], swizzled. `shared`: the thread's 16 bytes of the first.
+template <typename Element>
+__device__ __forceinline__ void add_dots(void *sums, const void *values, const void *shared) {
+  const unsigned *from = static_cast<const unsigned *>(values);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&u[i]));
-    const float2 q = __half22float2(*reinterpret_cast<const __half2 *>(&v[i]));
-    sum = add_product(sum, p.x, q.x);
-    sum = add_product(sum, p.y, q.y);
+  for (int i = 0; i < 8; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4 *>(static_cast<const char *>(shared) + i / 2 * 2048 + i % 2 * 16384);
+    const unsigned two[4] = {x.x, x.y, x.z, x.w};
+    float &sum = static_cast<float *>(sums)[i / 2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 a = pair(Element(), from[4 * i + j]), b = pair(Element(), two[j]);
+      sum = add_product(add_product(sum, a.x, b.x), a.y, b.y);
+    }
   }
-  return sum;
+}
+// Row lane % 4 of the four rows' sums over the 8 threads that share them.
+__device__ __forceinline__ float row_sum(const void *sums) {
+  const float *from = static_cast<const float *>(sums);
+  const int row = threadIdx.x % 4;
+  float mine = 0.f;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    float sum = from[r];
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
+      asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
+    }
+    if (row == r) mine = sum;
+  }
+  return mine;
+}
+// The values of a row, which stand 64 rows apart.
+__device__ __forceinline__ void store_stats(const void *to, float lse, float weight, float rest) {
+  float *row = static_cast<float *>(const_cast<void *>(to));
+  row[0] = lse;
+  row[64] = weight;
+  row[128] = rest;
 }
 }  // namespace sparse_mla
 """
+# Its elements.
+ELEMENT = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
