@@ -30,8 +30,8 @@ once for both, and no accumulator passes through shared memory.
                                                                     acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS)
 
-Before the first block columns of q, dout and kv come group by group, so that scores begin with the first; meanwhile
-the stream of dkv reads out and makes the rows' values of it.
+Before the first block come dout, then q and kv group by group of columns, so that scores begin with the first; the
+warpgroup of the stream meanwhile reads out and makes the rows' values.
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
@@ -132,42 +132,43 @@ def build(plan: Plan) -> PrimFunc:
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def load_q_dout(n, QdO_s, r0, c0, q_at, do_at, there):
-        # A group of columns of q, and of dout below it; rows that do not exist become zero.
-        first, last = GROUPS[n]
+    def load_rows(X_s, first_row, first, last, r0, c0, at, there):
+        # Columns [first, last) of q or dout; rows that do not exist become zero.
         T.call_extern(
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
-            T.address_of(QdO_s[r0, first + c0]), q_at.data, there.data, 0, first,
-        )  # fmt: skip
-        T.call_extern(
-            "handle", f"sparse_mla::gather_rows<{(min(last, D_V) - first) // STEP}, {2 * ROWS}>",
-            T.address_of(QdO_s[ROWS + r0, first + c0]), do_at.data, there.data, 0, first,
+            T.address_of(X_s[first_row + r0, first + c0]), at.data, there.data, 0, first,
         )  # fmt: skip
 
     @T.macro
-    def say_rows(i, slot_row, slot_to, rows, lane, r0):
-        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
-        other = T.call_extern("int32", "sparse_mla::valid_row", rows.data)
+    def say_rows(i, before, slot_row, slot_to, rows, lane, r0):
+        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to: of an invalid slot
+        # the one that its place went to in the block before, if there is one.
+        goal = T.alloc_local([PASSES], "int32")
+        for r in T.unroll(PASSES):
+            goal[r] = rows[r]
+        if not IN_PARTS:
+            if before and lane % 8 == 0:
+                for r in T.unroll(PASSES):
+                    goal[r] = T.if_then_else(rows[r] >= 0, rows[r], slot_to[(i & 1) ^ 1, r * 16 + r0])
+            T.call_extern("handle", "sparse_mla::spread", goal.data)
         if lane % 8 == 0:
             for r in T.unroll(PASSES):
                 slot_row[i & 1, r * 16 + r0] = rows[r]
-                slot_to[i & 1, r * 16 + r0] = (
-                    i * BLOCK_K + r * 16 + r0 if ORDERED else T.if_then_else(rows[r] < 0, other, rows[r])
-                )
+                slot_to[i & 1, r * 16 + r0] = i * BLOCK_K + r * 16 + r0 if ORDERED else goal[r]
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok, kv_ready,
+        i, before, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok, kv_ready,
         rows_ready,
     ):  # fmt: skip
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
-            say_rows(i, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, before, slot_row, slot_to, rows, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
         gather(0, KV_s, r0, c0, source, ok, kv_ready)
         if TOKENS == 1:
-            say_rows(i, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, before, slot_row, slot_to, rows, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
@@ -346,6 +347,7 @@ def build(plan: Plan) -> PrimFunc:
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            dout_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             if TAIL:  # noqa: SIM108
@@ -405,23 +407,25 @@ def build(plan: Plan) -> PrimFunc:
                 source = T.alloc_local([PASSES], i64)
                 load_slots(found, Indices, b, ti, g, r0, length)
                 if blocks > 0:
-                    # Groups of columns of q and dout before those of block 0, so that scores begin with the first.
+                    # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
                     there = T.alloc_local([PASSES], "int32")
                     q_at = T.alloc_local([PASSES], i64)
                     do_at = T.alloc_local([PASSES], i64)
                     find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
                     find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
-                    load_q_dout(0, QdO_s, r0, c0, q_at, do_at, there)
-                    load_q_dout(1, QdO_s, r0, c0, q_at, do_at, there)
+                    load_rows(QdO_s, ROWS, 0, D_V, r0, c0, do_at, there)
+                    T.cp_async_barrier_noinc(dout_ready)
+                    load_rows(QdO_s, 0, *GROUPS[0], r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
                     gather_first(
-                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok,
-                        kv_ready, rows_ready,
+                        0, False, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
+                        rows, ok, kv_ready, rows_ready,
                     )  # fmt: skip
+                    load_rows(QdO_s, 0, *GROUPS[1], r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
-                    load_q_dout(2, QdO_s, r0, c0, q_at, do_at, there)
+                    load_rows(QdO_s, 0, *GROUPS[2], r0, c0, q_at, there)
                     gather(2, KV_s, r0, c0, source, ok, kv_ready)
-                    load_q_dout(3, QdO_s, r0, c0, q_at, do_at, there)
+                    load_rows(QdO_s, 0, *GROUPS[3], r0, c0, q_at, there)
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
@@ -432,8 +436,8 @@ def build(plan: Plan) -> PrimFunc:
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
-                            rows, ok, kv_ready, rows_ready,
+                            i + 1, True, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0,
+                            source, rows, ok, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
                         gather(1, KV_s, r0, c0, source, ok, kv_ready)
@@ -512,7 +516,7 @@ def build(plan: Plan) -> PrimFunc:
                 lane_f = tx - WARPGROUP
                 say_stats(
                     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_f, blocks,
-                    root_unit, has_sink, kv_ready, stats_ready, dtype,
+                    root_unit, has_sink, dout_ready, stats_ready, dtype,
                 )  # fmt: skip
                 dq_f = dS_s
                 if TAIL:
@@ -531,7 +535,7 @@ def build(plan: Plan) -> PrimFunc:
                 lane_b = tx - WARPGROUP
                 say_stats(
                     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_b, blocks,
-                    root_unit, has_sink, kv_ready, stats_ready, dtype,
+                    root_unit, has_sink, dout_ready, stats_ready, dtype,
                 )  # fmt: skip
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2

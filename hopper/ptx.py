@@ -124,17 +124,27 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
-// A valid row for the terms of a thread's invalid slots, which are zero: one of its own four, else one of its warp's,
-// so that hardly an add has to be left out; -1 where fewer than 4 of the warp's 16 slots are valid, whose rows would
-// take too many adds (with 95 % of the slots invalid 11 % more time than with none).
-__device__ __forceinline__ int valid_row(const void *rows) {
-  const int none = 0x7fffffff;  // -1 without its sign
-  const int *row = static_cast<const int *>(rows);
-  const int own = min(min(row[0] & none, row[1] & none), min(row[2] & none, row[3] & none));
-  const int any = __reduce_min_sync(0xffffffffu, own), found = own == none ? any : own;
-  const unsigned valid = (row[0] >= 0) + (row[1] >= 0) + (row[2] >= 0) + (row[3] >= 0);
-  // Every slot is counted by 8 lanes.
-  return __reduce_add_sync(0xffffffffu, valid) < 8 * 4u ? -1 : found;
+// Rows for the terms of a warp's 16 slots, of which lanes 0, 8, 16 and 24 hold four each. Terms of invalid slots, which
+// hold -1, are zero and take another slot's row, so that hardly an add has to be left out; no row takes many, as those
+// to one row would wait for each other. Where fewer than 4 slots have a row, the others' adds are left out.
+__device__ __forceinline__ void spread(void *rows) {
+  int *row = static_cast<int *>(rows);
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned known = (row[0] >= 0) + (row[1] >= 0) + (row[2] >= 0) + (row[3] >= 0);
+  if (__reduce_add_sync(0xffffffffu, lane % 8 ? 0u : known) < 4) return;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const int before[4] = {row[0], row[1], row[2], row[3]};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) row[r] = before[r] < 0 ? before[r ^ step] : before[r];
+  }
+#pragma unroll
+  for (int lanes = 8; lanes < 32; lanes *= 2)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int other = __shfl_xor_sync(0xffffffffu, row[r], lanes);
+      row[r] = row[r] < 0 ? other : row[r];
+    }
 }
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
@@ -363,14 +373,23 @@ ROW_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// 128 columns from `first` of four rows of 16-bit elements given by the addresses of their column 0, 8 threads a row.
-__device__ __forceinline__ void load_rows(void *values, const void *rows, int first) {
+// 128 columns from `first` of four rows of 16-bit elements given by the addresses of their column 0, 8 threads a row;
+// zeros, unread, of rows that are not `there`.
+__device__ __forceinline__ void load_rows(void *values, const void *rows, const void *there, int first) {
   unsigned *to = static_cast<unsigned *>(values);
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[4 * i]), "=r"(to[4 * i + 1]), "=r"(to[4 * i + 2]), "=r"(to[4 * i + 3])
-                 : "l"(static_cast<const long long *>(rows)[i / 2] + 2 * (first + i % 2 * 64)));
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[4 * i + j] = 0;
+    asm volatile("{\n"
+                 ".reg .pred there;\n"
+                 "setp.ne.s32 there, %5, 0;\n"
+                 "@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 "}"
+                 : "+r"(to[4 * i]), "+r"(to[4 * i + 1]), "+r"(to[4 * i + 2]), "+r"(to[4 * i + 3])
+                 : "l"(static_cast<const long long *>(rows)[i / 2] + 2 * (first + i % 2 * 64)),
+                   "r"(static_cast<const int *>(there)[i / 2]));
+  }
 }
 __device__ __forceinline__ float2 pair(__nv_bfloat16, unsigned two) {
   return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));

@@ -25,15 +25,17 @@ def product(a, b):
 
 
 @T.macro
-def load_out(n, values, at):
+def load_out(n, values, at, there):
     """A thread's part of a group of columns of out into registers."""
-    T.call_extern("handle", "sparse_mla::load_rows", T.access_ptr(values[n % AHEAD, 0], "w", 32), at.data, n * COLUMNS)
+    T.call_extern(
+        "handle", "sparse_mla::load_rows", T.access_ptr(values[n % AHEAD, 0], "w", 32), at.data, there.data,
+        n * COLUMNS,
+    )  # fmt: skip
 
 
 @T.macro
-def add_dots(n, sums, values, QdO_s, r0, c0, kv_ready, dtype):
-    """Their products with dout, as soon as it is there."""
-    T.barrier_wait(kv_ready[n], 0)
+def add_dots(n, sums, values, QdO_s, r0, c0, dtype):
+    """Their products with dout."""
     T.call_extern(
         "handle", f"sparse_mla::add_dots<{ELEMENT[dtype]}>", sums.data, T.access_ptr(values[n % AHEAD, 0], "r", 32),
         T.access_ptr(QdO_s[ROWS + r0, n * COLUMNS + c0], "r", 1),
@@ -43,11 +45,11 @@ def add_dots(n, sums, values, QdO_s, r0, c0, kv_ready, dtype):
 @T.macro
 def say_stats(
     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, tokens, left, lane, blocks, root_unit,
-    has_sink, kv_ready, stats_ready, dtype,
+    has_sink, dout_ready, stats_ready, dtype,
 ):  # fmt: skip
     """`stats` of the tile whose first token is t, and its part of `SinkShares`; 8 threads a row.
 
-    dout lies below q in `QdO_s`, complete by columns as `kv_ready` tells.
+    dout lies below q in `QdO_s`, as `dout_ready` tells.
     """
     r0, c0 = lane // 8, lane % 8 * VECTOR
     at = T.alloc_local([PASSES], "int64")
@@ -67,14 +69,15 @@ def say_stats(
         sums[r] = 0
     if blocks > 0:
         values = T.alloc_local([AHEAD, 32], "int32")
-        load_out(0, values, at)
-        load_out(1, values, at)
-        load_out(2, values, at)
-        add_dots(0, sums, values, QdO_s, r0, c0, kv_ready, dtype)
-        load_out(3, values, at)
-        add_dots(1, sums, values, QdO_s, r0, c0, kv_ready, dtype)
-        add_dots(2, sums, values, QdO_s, r0, c0, kv_ready, dtype)
-        add_dots(3, sums, values, QdO_s, r0, c0, kv_ready, dtype)
+        load_out(0, values, at, there)
+        load_out(1, values, at, there)
+        load_out(2, values, at, there)
+        T.barrier_wait(dout_ready, 0)
+        add_dots(0, sums, values, QdO_s, r0, c0, dtype)
+        load_out(3, values, at, there)
+        add_dots(1, sums, values, QdO_s, r0, c0, dtype)
+        add_dots(2, sums, values, QdO_s, r0, c0, dtype)
+        add_dots(3, sums, values, QdO_s, r0, c0, dtype)
     delta = T.alloc_var("float32")
     delta = T.call_extern("float32", "sparse_mla::row_sum", sums.data)
     # sigmoid(+-gap) from the roots of exp(min(+-gap, 0)), of which one is 1: the power itself may lie below fp32's

@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from .plan import BLOCK_K, ROWS, WARPGROUP
+from .plan import BLOCK_K, ITEM, ROWS, WARPGROUP
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
@@ -87,10 +87,12 @@ def find_tile(place, cta, B, G, L, tiles_per_group):
 @T.macro
 def find_rows(at, there, X, b, t, head_0, heads, tokens, left, r0, c0):
     """Addresses of a thread's rows of the tile whose first token is t, and which exist; of row 0 for what does not."""
+    first = T.alloc_var("int64")
+    first = T.call_extern("int64", "sparse_mla::kept", T.address_of(X[b, t, head_0, c0]))
     for r in T.unroll(PASSES):
         token, head = if_exists(r * 16 + r0, tokens, heads, left)
         there[r] = T.cast(exists(r * 16 + r0, tokens, heads, left), "int32")
-        at[r] = T.call_extern("int64", "sparse_mla::kept", T.address_of(X[b, t + token, head_0 + head, c0]))
+        at[r] = first + (token * X.strides[1] + head * X.strides[2]) * ITEM
 
 
 @T.macro
