@@ -140,17 +140,10 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def say_rows(i, before, slot_row, slot_to, rows, lane, r0):
-        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to: of an invalid slot
-        # the one that its place went to in the block before, if there is one.
-        goal = T.alloc_local([PASSES], "int32")
-        for r in T.unroll(PASSES):
-            goal[r] = rows[r]
+    def say_rows(i, slot_row, slot_to, rows, goal, lane, r0):
+        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
         if not IN_PARTS:
-            if before and lane % 8 == 0:
-                for r in T.unroll(PASSES):
-                    goal[r] = T.if_then_else(rows[r] >= 0, rows[r], slot_to[(i & 1) ^ 1, r * 16 + r0])
-            T.call_extern("handle", "sparse_mla::spread", goal.data)
+            T.call_extern("handle", "sparse_mla::spread", goal.data, rows.data)
         if lane % 8 == 0:
             for r in T.unroll(PASSES):
                 slot_row[i & 1, r * 16 + r0] = rows[r]
@@ -158,17 +151,17 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def gather_first(
-        i, before, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, ok, kv_ready,
+        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal, ok, kv_ready,
         rows_ready,
     ):  # fmt: skip
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
-            say_rows(i, before, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
         gather(0, KV_s, r0, c0, source, ok, kv_ready)
         if TOKENS == 1:
-            say_rows(i, before, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
@@ -404,6 +397,10 @@ def build(plan: Plan) -> PrimFunc:
                 found = T.alloc_local([PASSES], idx_t)
                 rows = T.alloc_local([PASSES], "int32")
                 ok = T.alloc_local([PASSES], "int32")
+                # Rows that terms went to.
+                goal = T.alloc_local([PASSES], "int32")
+                for r in T.unroll(PASSES):
+                    goal[r] = -1
                 source = T.alloc_local([PASSES], i64)
                 load_slots(found, Indices, b, ti, g, r0, length)
                 if blocks > 0:
@@ -418,8 +415,8 @@ def build(plan: Plan) -> PrimFunc:
                     load_rows(QdO_s, 0, *GROUPS[0], r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
                     gather_first(
-                        0, False, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
-                        rows, ok, kv_ready, rows_ready,
+                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal,
+                        ok, kv_ready, rows_ready,
                     )  # fmt: skip
                     load_rows(QdO_s, 0, *GROUPS[1], r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
@@ -436,8 +433,8 @@ def build(plan: Plan) -> PrimFunc:
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, True, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0,
-                            source, rows, ok, kv_ready, rows_ready,
+                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0,
+                            source, rows, goal, ok, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
                         gather(1, KV_s, r0, c0, source, ok, kv_ready)

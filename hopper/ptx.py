@@ -124,27 +124,36 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
-// Rows for the terms of a warp's 16 slots, of which lanes 0, 8, 16 and 24 hold four each. Terms of invalid slots, which
-// hold -1, are zero and take another slot's row, so that hardly an add has to be left out; no row takes many, as those
-// to one row would wait for each other. Where fewer than 4 slots have a row, the others' adds are left out.
-__device__ __forceinline__ void spread(void *rows) {
-  int *row = static_cast<int *>(rows);
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned known = (row[0] >= 0) + (row[1] >= 0) + (row[2] >= 0) + (row[3] >= 0);
-  if (__reduce_add_sync(0xffffffffu, lane % 8 ? 0u : known) < 4) return;
+// Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
+// negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before, else
+// where another slot of this block goes, so that hardly an add has to be left out; no row takes many, as those to one
+// row would wait for each other. Only while fewer than 4 places have a row are the others' adds left out, at -1.
+__device__ __forceinline__ void spread(void *to, const void *rows) {
+  int *goal = static_cast<int *>(to);
+  int known = 0;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = static_cast<const int *>(rows)[r];
+    goal[r] = row < 0 ? goal[r] : row;
+    known += goal[r] >= 0;
+  }
+  const bool enough = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(known)) >= 8 * 4u;
+  int filled[4] = {goal[0], goal[1], goal[2], goal[3]};
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
-    const int before[4] = {row[0], row[1], row[2], row[3]};
+    const int before[4] = {filled[0], filled[1], filled[2], filled[3]};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) row[r] = before[r] < 0 ? before[r ^ step] : before[r];
+    for (int r = 0; r < 4; ++r) filled[r] = before[r] < 0 ? before[r ^ step] : before[r];
   }
 #pragma unroll
-  for (int lanes = 8; lanes < 32; lanes *= 2)
+  for (int r = 0; r < 4; ++r) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int other = __shfl_xor_sync(0xffffffffu, row[r], lanes);
-      row[r] = row[r] < 0 ? other : row[r];
+    for (int lanes = 8; lanes < 32; lanes *= 2) {
+      const int other = __shfl_xor_sync(0xffffffffu, filled[r], lanes);
+      filled[r] = filled[r] < 0 ? other : filled[r];
     }
+    goal[r] = enough ? filled[r] : goal[r];
+  }
 }
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
