@@ -513,7 +513,7 @@ def build(plan: Plan) -> PrimFunc:
                 lane_f = tx - WARPGROUP
                 say_stats(
                     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_f, blocks,
-                    root_unit, has_sink, dout_ready, stats_ready, dtype,
+                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
                 )  # fmt: skip
                 dq_f = dS_s
                 if TAIL:
@@ -532,7 +532,7 @@ def build(plan: Plan) -> PrimFunc:
                 lane_b = tx - WARPGROUP
                 say_stats(
                     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_b, blocks,
-                    root_unit, has_sink, dout_ready, stats_ready, dtype,
+                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
                 )  # fmt: skip
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2

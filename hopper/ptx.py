@@ -127,7 +127,7 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
 // Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
 // negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before, else
 // where another slot of this block goes, so that hardly an add has to be left out; no row takes many, as those to one
-// row would wait for each other. Only while fewer than 4 places have a row are the others' adds left out, at -1.
+// row would wait for each other. Only while fewer than 2 places have a row are the others' adds left out, at -1.
 __device__ __forceinline__ void spread(void *to, const void *rows) {
   int *goal = static_cast<int *>(to);
   int known = 0;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void spread(void *to, const void *rows) {
     goal[r] = row < 0 ? goal[r] : row;
     known += goal[r] >= 0;
   }
-  const bool enough = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(known)) >= 8 * 4u;
+  const bool enough = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(known)) >= 8 * 2u;
   int filled[4] = {goal[0], goal[1], goal[2], goal[3]};
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {

@@ -45,9 +45,9 @@ def add_dots(n, sums, values, QdO_s, r0, c0, dtype):
 @T.macro
 def say_stats(
     Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, tokens, left, lane, blocks, root_unit,
-    has_sink, dout_ready, stats_ready, dtype,
+    wants_shares, dout_ready, stats_ready, dtype,
 ):  # fmt: skip
-    """`stats` of the tile whose first token is t, and its part of `SinkShares`; 8 threads a row.
+    """`stats` of the tile whose first token is t, and if wanted its part of `SinkShares`; 8 threads a row.
 
     dout lies below q in `QdO_s`, as `dout_ready` tells.
     """
@@ -90,7 +90,7 @@ def say_stats(
     share = 1.0 / (1.0 + up * down * (up * down))
     if lane % 8 < PASSES:
         full = exists(row, tokens, heads, left) & (lse != -T.infinity("float32"))
-        if (has_sink != 0) & exists(row, tokens, heads, left):
+        if (wants_shares != 0) & exists(row, tokens, heads, left):
             SinkShares[((b * Lse.shape[1] + t + token) * Lse.shape[2]) + head_0 + head] = T.if_then_else(
                 full, product(product(share * down, delta), down), T.float32(0)
             )
