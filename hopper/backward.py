@@ -69,6 +69,8 @@ def build(plan: Plan) -> PrimFunc:
     TOKENS = plan.tokens
     ORDERED, FACTORED, IN_PARTS = plan.dkv == TERMS, plan.dkv == FACTORS, plan.dkv != ADDS
     STORE = "true" if ORDERED else "false"
+    # Lists of several tokens have no invalid slot but at their end.
+    LOOKS_AHEAD = TOKENS == 1 and not IN_PARTS
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
@@ -132,11 +134,12 @@ def build(plan: Plan) -> PrimFunc:
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def load_rows(X_s, first_row, first, last, r0, c0, at, there):
-        # Columns [first, last) of q or dout; rows that do not exist become zero.
+    def load_q(n, QdO_s, r0, c0, at, there):
+        # A group of columns; rows that do not exist become zero.
+        first, last = GROUPS[n]
         T.call_extern(
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
-            T.address_of(X_s[first_row + r0, first + c0]), at.data, there.data, 0, first,
+            T.address_of(QdO_s[r0, first + c0]), at.data, there.data, 0, first,
         )  # fmt: skip
 
     @T.macro
@@ -397,12 +400,18 @@ def build(plan: Plan) -> PrimFunc:
                 found = T.alloc_local([PASSES], idx_t)
                 rows = T.alloc_local([PASSES], "int32")
                 ok = T.alloc_local([PASSES], "int32")
-                # Rows that terms went to.
+                # Rows that terms went to, or might have gone to.
                 goal = T.alloc_local([PASSES], "int32")
                 for r in T.unroll(PASSES):
                     goal[r] = -1
                 source = T.alloc_local([PASSES], i64)
                 load_slots(found, Indices, b, ti, g, r0, length)
+                if LOOKS_AHEAD:
+                    ahead = T.alloc_local([2 * PASSES], idx_t)
+                    T.call_extern(
+                        "handle", f"sparse_mla::look_ahead<{INDEX}>", ahead.data, T.address_of(Indices[b, ti, g, 0]),
+                        ik * INDEX_BYTES, r0, length,
+                    )  # fmt: skip
                 if blocks > 0:
                     # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
                     there = T.alloc_local([PASSES], "int32")
@@ -410,19 +419,24 @@ def build(plan: Plan) -> PrimFunc:
                     do_at = T.alloc_local([PASSES], i64)
                     find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
                     find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
-                    load_rows(QdO_s, ROWS, 0, D_V, r0, c0, do_at, there)
+                    T.call_extern(
+                        "handle", f"sparse_mla::gather_rows_in_turn<{D_V // STEP}, {2 * ROWS}>",
+                        T.address_of(QdO_s[ROWS + r0, c0]), do_at.data, there.data,
+                    )  # fmt: skip
                     T.cp_async_barrier_noinc(dout_ready)
-                    load_rows(QdO_s, 0, *GROUPS[0], r0, c0, q_at, there)
+                    load_q(0, QdO_s, r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
+                    if LOOKS_AHEAD:
+                        T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
                     gather_first(
                         0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal,
                         ok, kv_ready, rows_ready,
                     )  # fmt: skip
-                    load_rows(QdO_s, 0, *GROUPS[1], r0, c0, q_at, there)
+                    load_q(1, QdO_s, r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
-                    load_rows(QdO_s, 0, *GROUPS[2], r0, c0, q_at, there)
+                    load_q(2, QdO_s, r0, c0, q_at, there)
                     gather(2, KV_s, r0, c0, source, ok, kv_ready)
-                    load_rows(QdO_s, 0, *GROUPS[3], r0, c0, q_at, there)
+                    load_q(3, QdO_s, r0, c0, q_at, there)
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)

@@ -124,10 +124,37 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
+// Entries, if they are rows below `limit`, that stand at a thread's four places, 16 apart from `slot`, in two of the 16
+// blocks after the first, each lane of the 8 that share the places in others; as in `load_slots`.
+template <typename Index>
+__device__ __forceinline__ void look_ahead(void *found, const void *list, long long stride, int slot, int length) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int at = slot + 16 * (i / 2) + 64 * (1 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 8);
+    const char *from = static_cast<const char *>(list) + at * stride;
+    static_cast<Index *>(found)[i] = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
+  }
+}
+// Of each place a row that one of the lanes found, or -1.
+template <typename Index> __device__ __forceinline__ void share_ahead(void *rows, const void *found, long long limit) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    int row = -1;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const Index entry = static_cast<const Index *>(found)[2 * r + n];
+      row = entry >= 0 && entry < limit ? static_cast<int>(entry) : row;
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) row = max(row, __shfl_xor_sync(0xffffffffu, row, lanes));
+    static_cast<int *>(rows)[r] = row;
+  }
+}
 // Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
-// negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before, else
-// where another slot of this block goes, so that hardly an add has to be left out; no row takes many, as those to one
-// row would wait for each other. Only while fewer than 2 places have a row are the others' adds left out, at -1.
+// negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before (at
+// first what `look_ahead` found), else where another slot of this block goes, so that hardly an add has to be left out;
+// no row takes many, as those to one row would wait for each other. Only while fewer than 2 places have a row are the
+// others' adds left out, at -1.
 __device__ __forceinline__ void spread(void *to, const void *rows) {
   int *goal = static_cast<int *>(to);
   int known = 0;
@@ -220,6 +247,19 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
     for (int u = 0; u < Steps; ++u)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
+}
+// The same from column 0 on, as a loop: what waits for reads under way ptxas moves before straight code, not before it.
+template <int Steps, int Rows>
+__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid) {
+  const long long *row = static_cast<const long long *>(rows);
+  const int *ok = static_cast<const int *>(valid);
+  unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll 1
+  for (int u = 0; u < Steps; ++u, shared += Rows * 128)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
+                   "r"(ok[r] ? 16 : 0));
 }
 // An address that the compiler keeps as it is, not as the sum that it came from.
 __device__ __forceinline__ long long kept(const void *address) {
