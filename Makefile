@@ -18,7 +18,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
+.PHONY: install-matrix fuzz-h200 fuzz-sim load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
 .PHONY: sanitize-h200 sentinel-sim sim-races sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
@@ -54,6 +54,10 @@ sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the s
 
 fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
+
+fuzz-sim: $(TEST_READY)  ## 1,000 through each kernels' simulation, on a CPU; stopped, it goes on where it was
+	$(PY) -m tests.fuzz --target sim-sm100 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
+	$(PY) -m tests.fuzz --target sim-sm90 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
 
 peer-suites-h200: $(RUN_READY)  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
 	$(PY) -m tests.peer_suites $(ARGS)

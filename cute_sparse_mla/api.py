@@ -136,7 +136,7 @@ def bwd(
             order, whose terms or factors pass through up to 252 MB of memory: slower. On Hopper tokens of few heads
             are then always grouped, unless `config` says otherwise.
         dkv: optional fp32 buffer of kv's shape, contiguous; the gradient is added into it and it is returned. On a GPU
-            terms below 1.2e-38, as of sinks 85 above lse, are lost then: adds to fp32 in global memory flush them.
+            but Blackwell terms below 1.2e-38, as of sinks 85 above lse, are lost: adds in global memory flush them.
         dkv_dtype: dtype of the returned dkv: kv's (default) or `torch.float32`. Sums are fp32 always.
         others: as in `fwd`.
 

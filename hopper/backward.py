@@ -54,8 +54,7 @@ from .plan import (
 from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, ROW_DOT, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .row_stats import say_stats
 from .tile import (
-    PASSES, STEP, VECTOR, find_rows, find_tile, leave_unless_chosen, load_bits,
-    selects, store_rows,
+    PASSES, STEP, VECTOR, begin, find_rows, find_tile, load_bits, selects, store_rows,
 )  # fmt: skip
 
 
@@ -355,11 +354,15 @@ def build(plan: Plan) -> PrimFunc:
             ds_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             p_free = T.alloc_barrier(arrive_count=WARPGROUP)
 
-            leave_unless_chosen(Chosen, wanted)
+            begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
             tx = T.get_thread_binding()
             cta = T.cast(bx, i64)
             place = T.alloc_local([4], "int32")
-            find_tile(place, bx, B, G, L, tiles_per_group)
+            if TOKENS > 1 and not IN_PARTS:
+                # Long lists come late in a text.
+                find_tile(place, T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx, B, G, L, tiles_per_group)
+            else:
+                find_tile(place, bx, B, G, L, tiles_per_group)
             tile = place[0]
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)

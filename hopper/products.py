@@ -74,6 +74,8 @@ namespace sparse_mla {
 __device__ __forceinline__ void copy_16(unsigned to, const char *from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
+// For the compiler only: the rings are written.
+__device__ __forceinline__ void fills(const void *, const void *) {}
 // Sixteen bytes a thread of eight rows, 16 apart in shared memory; a row without a place becomes zero, unread.
 __device__ __forceinline__ void load_factors(const void *to, const void *from, const void *places_of) {
   const int *places = static_cast<const int *>(places_of);
@@ -118,11 +120,14 @@ __device__ __forceinline__ void add_rows(const void *accumulator, float scale, v
   }
 }
 // Those of `L` tiles that have one of the 128 rows of kv from `first`, in order: how many; and which rows they have, a
-// bit each. `stride`: from a tile's places to the next one's.
+// bit each. `with_rows` takes a bit per tile; `stride`: from a tile's places to the next one's. Before another warp
+// reads `tiles` the CTA is to be synchronised.
+template <int MostTiles>
 __device__ __forceinline__ int find_tiles(const void *places_of, long long stride, int L, int first, int S_kv,
-                                          int *tiles, unsigned *named) {
+                                          int *tiles, unsigned *with_rows, unsigned *named) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < 4) named[threadIdx.x] = 0;
+  if (threadIdx.x < MostTiles / 32) with_rows[threadIdx.x] = 0;
   __syncthreads();
   for (int tile = threadIdx.x / 32; tile < L; tile += blockDim.x / 32) {
     const int *places = static_cast<const int *>(places_of) + tile * stride;
@@ -134,17 +139,14 @@ __device__ __forceinline__ int find_tiles(const void *places_of, long long strid
       if (lane == 0 && there) atomicOr(named + j, there);
       any |= there;
     }
-    if (lane == 0) tiles[tile] = any != 0;
+    if (lane == 0 && any) atomicOr(with_rows + tile / 32, 1u << tile % 32);
   }
   __syncthreads();
   int found = 0;
   for (int tile = 0; tile < L; tile += 32) {
-    const bool there = tile + lane < L && tiles[tile + lane] > 0;
-    const unsigned all = __ballot_sync(~0u, there);
-    __syncthreads();
-    if (threadIdx.x < 32 && there) tiles[found + __popc(all & ((1u << lane) - 1))] = tile + lane;
+    const unsigned all = with_rows[tile / 32];
+    if (threadIdx.x < 32 && all >> lane & 1) tiles[found + __popc(all & ((1u << lane) - 1))] = tile + lane;
     found += __popc(all);
-    __syncthreads();
   }
   return found;
 }
@@ -297,7 +299,7 @@ def build_products(plan: Plan) -> PrimFunc:
             left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), i32)
             T.barrier_wait(free[stage], ((step_0 + i) // STAGES & 1) ^ 1)
             T.call_extern(
-                "handle", "sparse_mla::load_factors", T.access_ptr(A_s[stage, lane // 8, c0], "w", VECTOR),
+                "handle", "sparse_mla::load_factors", T.access_ptr(A_s[stage, lane // 8, c0], "r", VECTOR),
                 T.access_ptr(Factors[((b * L + ti) * G + g) * part_slots * FACTOR_COLUMNS + factor + c0], "r", VECTOR),
                 places.data,
             )  # fmt: skip
@@ -305,7 +307,7 @@ def build_products(plan: Plan) -> PrimFunc:
             find_places(Places, places, b, T.cast(tiles[T.min(i + 1, found - 1)], i64), g, r_0, S_kv, lane)
             T.call_extern(
                 "handle", f"sparse_mla::load_tile<{columns}, {ROWS // TOKENS}>",
-                T.access_ptr(X_s[stage, lane // 8, c0], "w", VECTOR),
+                T.access_ptr(X_s[stage, lane // 8, c0], "r", VECTOR),
                 T.access_ptr(X[b, t, head_0, first + c0], "r", VECTOR), offsets.data, lane // 8, heads, left,
             )  # fmt: skip
             T.cp_async_barrier_noinc(ready[stage])
@@ -371,6 +373,7 @@ def build_products(plan: Plan) -> PrimFunc:
             A_s = T.alloc_shared([STAGES, PRODUCT_ROWS, ROWS], dtype)
             X_s = T.alloc_shared([STAGES, ROWS, HALF + TAIL], dtype)
             tiles = T.alloc_shared([MOST_TILES], i32, scope="shared")
+            with_rows = T.alloc_shared([MOST_TILES // 32], "uint32", scope="shared")
             named = T.alloc_shared([PRODUCT_ROWS // 32], "uint32", scope="shared")
             ready = T.alloc_barrier(arrive_count=[WARPGROUP] * STAGES)
             free = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * STAGES)
@@ -379,11 +382,16 @@ def build_products(plan: Plan) -> PrimFunc:
             g = T.truncmod(T.cast(bz, i64), G)
             r_0 = by * PRODUCT_ROWS
             head_0 = g * heads
+            # `ready` and `free` order the rings. Told of writes in the loops, TileLang would add barriers there.
+            T.call_extern(
+                "handle", "sparse_mla::fills", T.access_ptr(A_s[0, 0, 0], "w", VECTOR),
+                T.access_ptr(X_s[0, 0, 0], "w", VECTOR),
+            )  # fmt: skip
             found = T.alloc_var(i32)
             found = T.call_extern(
-                i32, "sparse_mla::find_tiles", T.access_ptr(Places[b, 0, g, 0], "r", 1), G * S_kv, T.cast(L, i32), r_0,
-                T.cast(S_kv, i32), T.access_ptr(tiles[0], "rw", MOST_TILES),
-                T.access_ptr(named[0], "rw", PRODUCT_ROWS // 32),
+                i32, f"sparse_mla::find_tiles<{MOST_TILES}>", T.access_ptr(Places[b, 0, g, 0], "r", 1), G * S_kv,
+                T.cast(L, i32), r_0, T.cast(S_kv, i32), T.access_ptr(tiles[0], "rw", MOST_TILES),
+                T.access_ptr(with_rows[0], "rw", MOST_TILES // 32), T.access_ptr(named[0], "rw", PRODUCT_ROWS // 32),
             )  # fmt: skip
             if found > 0:
                 # Does: gathers factors, loads q, then dout. Produces: ready. Consumes: free.

@@ -396,6 +396,34 @@ __device__ __forceinline__ void mask(void *scores, const void *words) {
     }
   }
 }
+// The same of a tile of several tokens: where the row's token did not select the slot. `bits`: of the block's slots.
+template <int Tokens>
+__device__ __forceinline__ void mask_tokens(void *scores, const void *bits) {
+  float *s = static_cast<float *>(scores);
+  const unsigned *of = static_cast<const unsigned *>(bits);
+  const int lane = threadIdx.x % 32, q = lane % 4;
+  const unsigned half[2] = {of[lane], of[lane + 32]};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    // A warp's rows are of one token, or the even and the odd ones of 8 of two, or of four tokens.
+    const int token = (threadIdx.x / 32 % 4 * 16 + 8 * i) * Tokens / 64;
+    unsigned word[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      word[h] = __ballot_sync(0xffffffffu, half[h] >> token & 1);
+      if constexpr (Tokens == 16) {
+        const unsigned next = __ballot_sync(0xffffffffu, half[h] >> token & 2);
+        word[h] = lane < 16 ? word[h] : next;
+      }
+      word[h] >>= 2 * q;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!(word[j / 4] >> (8 * (j % 4) + e) & 1)) s[4 * j + 2 * i + e] = -INFINITY;
+  }
+}
 __device__ __forceinline__ void load_valid(void *words, const void *shared, int block) {
   *static_cast<uint4 *>(words) = static_cast<const uint4 *>(shared)[block];
 }

@@ -51,6 +51,27 @@ def leave_unless_chosen(Chosen, wanted):
 
 
 @T.macro
+def begin(Chosen, wanted, tokens, last):
+    """End the CTA where the device has decided otherwise, as `leave_unless_chosen`.
+
+    The kernel for single tokens begins beside that for several, which comes before it: CTAs that leave do so while the
+    other runs. Those that stay wait for all before them, and so does the last one, so that what comes next has both
+    behind it.
+    """
+    if tokens > 1:
+        T.pdl_trigger()
+        leave_unless_chosen(Chosen, wanted)
+    else:
+        stays = T.alloc_var("int32")
+        stays = 1
+        if wanted >= 0:
+            stays = T.cast(Chosen[0] == wanted, "int32")
+        if (stays != 0) | last:
+            T.pdl_sync()
+        T.call_extern("handle", "sparse_mla::leave_unless", stays != 0)
+
+
+@T.macro
 def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
     """Bits of the 64 slots from `first` of a tile's list, by `cp.async`; 0 at `length` and beyond, unread."""
     if lane < BLOCK_K:

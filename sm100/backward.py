@@ -44,7 +44,7 @@ from .plan import (
 POINTERS = ("q", "kv", "indices", "bits", "lengths", "positions", "chosen", "dout", "stats", "dq", "dkv")
 SIZES = (*forward.SIZES, "first_tile", "end_tile")
 STRIDES = (*forward.STRIDES[:-1], "do_b", "do_s", "do_h")
-SCALES = ("scale_log2", "sm_scale")
+SCALES = ("scale_log2", "dkv_scale", "dq_scale")
 MN_STEP = STEP * SPAN * ITEM  # bytes of 16 rows of a span
 P_BARRIER = 8  # named barrier of the softmax warps
 CTAS = (0, 1)  # of a pair
@@ -112,7 +112,7 @@ class Backward(Forward):
         if warp < ROLE["epilogue"].first:
             self.softmax(at, n, by, smem, bar, tmem, rank, warp, work, scales)
         elif warp < ROLE["mma"].first:
-            self.epilogue(at, n, by, smem, bar, tmem, rank, warp, work, scales[-1])
+            self.epilogue(at, n, by, smem, bar, tmem, rank, warp, work, scales[1])
         elif warp == ROLE["mma"].first:
             self.mma(at, n, by, smem, bar, tmem, rank, work)
         elif warp == ROLE["index"].first:
@@ -386,7 +386,7 @@ class Backward(Forward):
         head, token = plan.rows.of(row, 0)
         s_phase, p_phase, dq_phase = Int32(0), Int32(1), Int32(0)
         stage, phase = Int32(0), Int32(0)
-        scale_log2, sm_scale = scales
+        scale_log2, _, dq_scale = scales
         for tile in cutlass.range(first, tiles, step):
             lse, w, offset = self.statistics(at, n, tile, head, token)
             for _ in cutlass.range(self.blocks(at, n, by, tile)):
@@ -432,7 +432,7 @@ class Backward(Forward):
                 self.arrive_both(bar["p_ready"])
             ptx.wait(bar["dq_ready"], dq_phase)
             dq_phase ^= 1
-            self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale)
+            self.store_dq(at, n, bar, tmem, tile, rank, group, side, head, token, dq_scale)
         if const_expr(plan.pair):
             # The other CTA's last signal has come: this one may end.
             ptx.wait(bar["p_free"], p_phase)
@@ -547,7 +547,7 @@ class Backward(Forward):
     # Produces: dkv_free, dp_free; rows_free for all roles: a block's dkv comes from what they have made of its rows.
     # Consumes: dkv_ready.
     @cute.jit
-    def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, sm_scale):
+    def epilogue(self, at, n, by, smem, bar, tmem, rank, warp, work, dkv_scale):
         plan = self.plan
         first, tiles, step = work
         lane = cute.arch.lane_idx()
@@ -575,21 +575,21 @@ class Backward(Forward):
                     base += Int64(block * BLOCK_K + lane % 4 * 2) * row_bytes
                 if const_expr(plan.shared_sums):
                     if self.tails(rank) == 1:
-                        self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
+                        self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, dkv_scale)
                         phase ^= 1
                 for chunk in cutlass.range(plan.chunks, unroll=1):
                     there = base + chunk * (CHUNK * 4)
                     is_last = chunk == plan.chunks - 1
-                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, phase, sm_scale)
+                    self.add_chunk(bar, lanes, False, is_last, there, row_bytes, numbers, phase, dkv_scale)
                     phase ^= 1
                 if const_expr(plan.tail and not plan.shared_sums):
-                    self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, sm_scale)
+                    self.add_tail(bar, lanes, quadrant, base, row_bytes, numbers, phase, dkv_scale)
                     phase ^= 1
                 self.arrive_warp(bar["rows_free"] + 8 * stage)
                 stage = (stage + 1) % ROW_STAGES
 
     @cute.jit
-    def add_tail(self, bar, lanes, quadrant, target, row_bytes, numbers, phase, sm_scale):
+    def add_tail(self, bar, lanes, quadrant, target, row_bytes, numbers, phase, dkv_scale):
         """Adds the tail's columns; lanes 0 to 63 have columns that another chunk has added."""
         if quadrant < 2:
             ptx.wait(bar["dkv_ready"], phase)
@@ -597,10 +597,10 @@ class Backward(Forward):
                 ptx.arrive(bar["dkv_free"])
         else:
             there = target + (D_V - SPAN) * 4
-            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, phase, sm_scale)
+            self.add_chunk(bar, lanes, True, False, there, row_bytes, numbers, phase, dkv_scale)
 
     @cute.jit
-    def add_chunk(self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, phase, sm_scale):
+    def add_chunk(self, bar, lanes, is_tail: cutlass.Constexpr, is_last, target, row_bytes, numbers, phase, dkv_scale):
         """Adds a chunk of the block's dkv: of each key, lane l has columns l // 4 + (0, 8, 16, 24) of the warp's 32.
 
         They stand side by side in the sums, so an addition of a warp is four whole lines.
@@ -627,7 +627,7 @@ class Backward(Forward):
             for key in cutlass.range_constexpr(start, start + width, HALF_K):
                 sums += self.read_sums(lanes + ds_q + key)
             cute.arch.fence_view_async_tmem_load()
-            sums = [x * sm_scale for x in sums]
+            sums = [x * dkv_scale for x in sums]
             if const_expr(not is_tail):
                 sums = [x + y for x, y in zip(sums, given[start : start + width], strict=True)]
             if const_expr(start + width == BLOCK_K):
@@ -652,7 +652,7 @@ class Backward(Forward):
         return low + high
 
     @cute.jit
-    def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, sm_scale):
+    def store_dq(self, at, n, bar, tmem, tile, rank, group, side, head, token, dq_scale):
         """This CTA's columns of dq of a tile's row, half of tensor memory a warpgroup."""
         plan = self.plan
         ptx.fence_after()
@@ -665,7 +665,7 @@ class Backward(Forward):
         major, minor = (side, group) if plan.pair else (group, side)
         for x in cutlass.range_constexpr(0, HALF // 2, WARP):
             there = target + (major * HALF + minor * (HALF // 2) + x) * ITEM
-            self.store_columns(tmem + plan.tmem["dq"].start + group * (HALF // 2) + x, WARP, there, real, sm_scale)
+            self.store_columns(tmem + plan.tmem["dq"].start + group * (HALF // 2) + x, WARP, there, real, dq_scale)
         if const_expr(plan.tail):
             width = plan.tmem["dq_tail"].size // 2
             there = target + (D_V + group * width) * ITEM
@@ -673,14 +673,14 @@ class Backward(Forward):
                 there += side * (SPAN // 2) * ITEM
             column = tmem + plan.tmem["dq_tail"].start + group * width
             if self.tails(rank) == 1:
-                self.store_columns(column, width, there, real, sm_scale)
+                self.store_columns(column, width, there, real, dq_scale)
 
     @cute.jit
-    def store_columns(self, column, count: cutlass.Constexpr, target, real, sm_scale):
+    def store_columns(self, column, count: cutlass.Constexpr, target, real, dq_scale):
         """`count` columns of a row of dq."""
         values = ptx.load_columns(column, count)
         cute.arch.fence_view_async_tmem_load()
-        words = ptx.pack_halves([v * sm_scale for v in values], self.dtype)
+        words = ptx.pack_halves([v * dq_scale for v in values], self.dtype)
         if real:
             for vector in cutlass.range_constexpr(count * ITEM // 16):
                 ptx.store_global(target + vector * 16, words[4 * vector : 4 * vector + 4])

@@ -49,6 +49,10 @@ DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
 # Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
 SMALLEST_SCALE = 1e-30
 SLOTS_AT = 4  # where a call's sizes have the slots of a tile
+# Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
+# is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow. P scaled
+# so does not fit fp16.
+UNIT = 2.0**24
 ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # Bytes that a deterministic backward may hold beside fp32 dkv and per-row values: a part of the terms of dkv, and for
 # each of its slots row numbers and their sorted order while torch sorts them.
@@ -383,8 +387,9 @@ def columns_of(workspace: Tensor) -> Tensor:
 
 
 def row_stats(
-    problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, attn_sink: Tensor | None, arch: str
-) -> Tensor:
+    problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, attn_sink: Tensor | None, arch: str,
+    unit: float = 1.0,
+) -> Tensor:  # fmt: skip
     """`stats [4, B, S, H]`, fp32, of `preprocess.py`."""
     B, S, H = lse.shape
     stats = torch.empty((4, B, S, H), dtype=torch.float32, device=out.device)
@@ -403,7 +408,7 @@ def row_stats(
         0 if attn_sink is None else attn_sink.stride(0),
     )  # fmt: skip
     ctas = -(-lse.numel() // (STATS_WARPS * ROWS_PER_WARP))
-    executor(kernel, (_pointers(tensors), (B, S, H), strides, ctas), tensors)
+    executor(kernel, (_pointers(tensors), (B, S, H), strides, (unit**0.5,), ctas), tensors)
     return stats
 
 
@@ -471,11 +476,12 @@ def bwd(
     again, and where a part has fewer tiles than the device has multiprocessors, some of those idle.
     """
     B, S, H, device = problem.B, problem.S, problem.H, q.device
-    stats = row_stats(problem, out, dout, lse, dlse, attn_sink, _architecture(device))
+    unit = UNIT if attn_sink is not None and q.dtype == torch.bfloat16 else 1.0
+    stats = row_stats(problem, out, dout, lse, dlse, attn_sink, _architecture(device), unit)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
     acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
-    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale))
+    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale), float(sm_scale) / unit)
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, deterministic):
         plan = backward_plan_of(problem, gather.tokens, device, deterministic)
         call = _call(problem, gather, kv, indices, topk_length, q_positions)
@@ -489,7 +495,8 @@ def bwd(
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
     sums = columns_of(acc)
     if dkv is None:
-        dkv = torch.empty(kv.shape, dtype=dkv_dtype or kv.dtype, device=device).copy_(sums)
+        dkv = torch.empty(kv.shape, dtype=dkv_dtype or kv.dtype, device=device)
+        torch.mul(sums, 1 / unit, out=dkv)
     else:
-        dkv += sums
+        dkv.add_(sums, alpha=1 / unit)
     return dq, dkv, d_sink

@@ -1,11 +1,14 @@
 """Per-row values of the backward: four rows a warp, a row being one head of one token.
 
     Delta = sum_d dout out            w = sigmoid(lse - sink)   (1 without a sink, 0 for an empty row)
-    stats [4, B, S, H] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), w, dlse - w Delta, (1 - w) Delta }
+    stats [4, B, S, H] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), u w, u (dlse - w Delta),
+                           (1 - w) Delta }
 
-The main kernel needs one exponential per score: `p_hat = exp2(s - stats0)`, `P = stats1 p_hat`,
-`dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. Rows are numbered through all tokens and real heads, the
-only ones there are: no tile of heads or tokens, nothing padded, no buffer that is read past its end.
+The main kernel needs one exponential per score: `p_hat = exp2(s - stats0)`, `u P = stats1 p_hat`,
+`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. The unit u is a power of 4 (`launch.UNIT`, or 1) that
+keeps gradients of rows whose sink leaves next to nothing (w about 1e-37) in fp32's normal range until they are rounded.
+Rows are numbered through all tokens and real heads, the only ones there are: no tile of heads or tokens, nothing
+padded, no buffer that is read past its end.
 """
 
 import cutlass
@@ -22,6 +25,7 @@ SIZES = ("B", "S", "H")
 STRIDES = (
     "o_b", "o_s", "o_h", "do_b", "do_s", "do_h", "l_b", "l_s", "l_h", "dl_b", "dl_s", "dl_h", "sink_h",
 )  # fmt: skip
+SCALES = ("root_unit",)
 VECTOR = 8  # columns of one load
 
 
@@ -33,11 +37,13 @@ class Preprocess:
         self.dtype = DTYPES[plan.dtype]
 
     @cute.jit
-    def __call__(self, pointers, sizes, strides, ctas, stream):
-        self.kernel(pointers, sizes, strides).launch(grid=(ctas, 1, 1), block=(STATS_WARPS * WARP, 1, 1), stream=stream)
+    def __call__(self, pointers, sizes, strides, scales, ctas, stream):
+        self.kernel(pointers, sizes, strides, scales[0]).launch(
+            grid=(ctas, 1, 1), block=(STATS_WARPS * WARP, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, pointers, sizes, strides):
+    def kernel(self, pointers, sizes, strides, root_unit):
         at, n, by = _named(POINTERS, pointers), _named(SIZES, sizes), _named(STRIDES, strides)
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
@@ -58,10 +64,10 @@ class Preprocess:
             deltas.append(part)
         for step in cutlass.range_constexpr(5):
             deltas = [x + cute.arch.shuffle_sync_bfly(x, offset=16 >> step) for x in deltas]
-        self.finish(at, n, by, lane, first, rows, deltas)
+        self.finish(at, n, by, lane, first, rows, deltas, root_unit)
 
     @cute.jit
-    def finish(self, at, n, by, lane, first, rows, deltas):
+    def finish(self, at, n, by, lane, first, rows, deltas, root_unit):
         """Lane i stores the values of row `first + i`."""
         delta = deltas[0]
         for i in cutlass.range_constexpr(1, ROWS_PER_WARP):
@@ -76,11 +82,13 @@ class Preprocess:
             # below fp32's normal range, where the exponential gives 0, while its product with Delta does not.
             root = cute.math.exp2((gap if gap < 0.0 else -gap) * (0.5 * LOG2_E), fastmath=True)
             larger = Float32(1.0) / (1.0 + root * root)
-            smaller = root * larger  # times root
-            w, w_delta, rest_delta = larger, larger * delta, smaller * delta * root
+            up, down = Float32(1.0), root
             if gap < 0.0:
-                w, w_delta, rest_delta = smaller * root, rest_delta, w_delta
-            values = [lse * LOG2_E, w, dlse - w_delta, rest_delta]
+                up, down = root, Float32(1.0)
+            rest_delta = larger * down * delta * down
+            up *= root_unit
+            w, w_delta = larger * up * up, larger * up * delta * up
+            values = [lse * LOG2_E, w, dlse * (root_unit * root_unit) - w_delta, rest_delta]
             if lse == -Float32.inf:
                 values = [Float32.inf, Float32(0.0), Float32(0.0), Float32(0.0)]
             stats = _global(at["stats"], Float32)

@@ -2,12 +2,12 @@
 
 `indices [B, S, G, K]` -> `rows`, `bits [B, L, G, C]`, of which the first `counts [B, L, G]` count, with
 `L = ceil(S / tokens)` and `C = tokens K`. A slot is a row of kv and who selected it, bit t for token t of the tile:
-distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, in no fixed
-order. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
+distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, by row and
+token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
 As `hopper/unions.py` does it: the bits of `span` rows at a time stand in shared memory, every selected row sets its
 token's bit, and one scan writes the slots; bits that were set already are the repeats, put down at the end of the
-list's room and moved up last. Ranges of kv that hold no selected row are skipped.
+list's room, and moved up and sorted last. Ranges of kv that hold no selected row are skipped.
 
 `Samples` counts, for some tiles and a share of the rows of kv, the slots of the union and those of the tokens' own
 lists; `Unions` sums these up, says in `chosen` whether the first are at most `per_mille` of the second, and makes no
@@ -113,6 +113,7 @@ class Unions:
             cute.arch.sync_threads()
         extra = load(smem["repeats"])
         self.move(rows, bits, thread, total, capacity - extra, extra)
+        self.sort(rows, bits, thread, total, extra)
         if thread == 0:
             _global(at["counts"], Int32)[block] = total + extra
 
@@ -276,6 +277,35 @@ class Unions:
                 rows[to + mine] = row
                 bits[to + mine] = bit
             cute.arch.sync_threads()
+
+    @cute.jit
+    def sort(self, rows, bits, thread, first, count):
+        """`count` slots from `first` by row and bit, so that nothing depends on the order in which warps came.
+
+        A bitonic network all of whose comparisons put the smaller key first, as if keys above all others filled it up
+        to a power of two.
+        """
+        width = Int32(2)
+        while width < 2 * count:
+            # Mirror images in the width first, then neighbours at half the distance each time.
+            span = width
+            while span > 1:
+                flip = width - 1 if span == width else span >> 1
+                for i in cutlass.range(thread, count, self.plan.threads):
+                    self.order(rows, bits, first, count, i, i ^ flip)
+                cute.arch.sync_threads()
+                span = span >> 1
+            width *= 2
+
+    @cute.jit
+    def order(self, rows, bits, first, count, i, other):
+        """Slots `i` and `other` in order, if `other` is the later of the two and there."""
+        if (other > i) & (other < count):
+            row, bit = rows[first + i], bits[first + i]
+            other_row, other_bit = rows[first + other], bits[first + other]
+            if (other_row < row) | ((other_row == row) & (other_bit < bit)):
+                rows[first + i], bits[first + i] = other_row, other_bit
+                rows[first + other], bits[first + other] = row, bit
 
 
 class Samples(Unions):

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz --target sm90 --cases 20000 --workers 14 --out fuzz.jsonl   on a Hopper GPU
     python -m tests.fuzz --target sim-sm100 --cases 500                              kernels in the simulator, on a CPU
+    python -m tests.fuzz --target sim-sm90 --cases 1000 --out fuzz.jsonl --resume    in parts: stop it, call it again
     python -m tests.fuzz --target reference --cases 2000                             the reference against brute force
     python -m tests.fuzz --target sm90 --replay '{"seed": 3, ...}'                   a printed reproducer
 
@@ -9,19 +10,23 @@ A call counts when it has an invalid slot, a repeated row, a sink, a causal boun
 valid slot names are NaN, kv lies between rows of infinity, freed memory is NaN, and dkv is added into a buffer of -0.0
 between canaries, in which every add, of +0.0 too, leaves a trace. Hypothesis draws the calls and shrinks what fails.
 
-One kind of miss does not end a search on a Hopper GPU, but is counted apart, and fails the command unless
+Two kinds of misses do not end a search, but are counted apart. The first, on a Hopper GPU, fails the command unless
 `--allow-cancelled-scores`: an `lse` whose scores are small by cancellation, where the limit of 2e-6 max|s| is below
 what the tensor core's truncation leaves of the partial sums. Such an lse must be that of the scores as the tensor core
-makes them (`tensor_core.py`), within the limit of the clause (`cancelled_scores`).
+makes them (`tensor_core.py`), within the limit of the clause (`cancelled_scores`). So is a dq or dkv that misses where
+gradients cancel, unless `--allow-cancelled-gradients`: each of its rows beyond the limit must be what follows from such
+sums, or from the rounding of a dS or P at the middle of two numbers (`cancelled_gradients`).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -43,19 +48,37 @@ from bench.cases import INVALID_PATTERNS, Case
 from bench.report import append_jsonl
 from cute_sparse_mla import env, reference
 from cute_sparse_mla.config import SparseAttentionConfig
-from cute_sparse_mla.precision import Inputs, Judge, Results, TensorCheck, compare_d_sink, compare_rows
+from cute_sparse_mla.precision import (
+    FLOOR,
+    ROW_FACTOR,
+    TOTAL_FACTOR,
+    Inputs,
+    Judge,
+    Results,
+    TensorCheck,
+    compare_d_sink,
+    compare_rows,
+)
 from cute_sparse_mla.reference import Backward
 
 from . import brute_force, tensor_core
 
 SIMULATED = {"sim-sm90": "sm90", "sim-sm100": "sm100"}
 TARGETS = ("reference", *SIMULATED, "sm90", "sm100")
+# What the kernels of a backend are made from.
+SOURCES = {"reference": "cute_sparse_mla/reference.py", "sm90": "hopper", "sm100": "sm100"}
 SCALES = (None, 0.0, 1e-3, 256**-0.5, 0.5)
 SINKS = (None, None, "random", "random", 0.0, 50.0, 200.0, -200.0, math.inf, -math.inf)
-# What fp32 sums of 512 products leave where the exact result cancels, as in rows with one distinct valid row.
-FP32_NOISE = 1e-6
+# What a sum of 512 products in fp32 leaves where the exact result cancels, as in rows with one distinct valid row, over
+# the product of its vectors' norms; a tensor core (`tensor_core.py`) of 200,000 random sums at most; and what remains
+# of dP - Delta when those sums are known.
+FP32_NOISE = 5e-8
+TENSOR_CORE_NOISE = 2e-7
+ULPS = 1e-8
 # Scores count as cancelled when their products' absolute values sum to this many times the score; 14 is usual.
 CANCELLED = 4
+# What is counted apart from other misses, by its field of `Verdict` and `Outcome`.
+APART = {"cancelled": "lse of cancelled scores", "gradients": "dq or dkv of cancelled gradients"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64}
 
 
@@ -148,6 +171,12 @@ def contracts(draw: Callable, sizes: Sizes) -> Contract:
 
 
 # -- one call ------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(contract: Contract, device: torch.device) -> Inputs:
+    """The call's inputs, drawn on a CPU: from the same seed a GPU draws others, which no simulator would see."""
+    drawn = vars(contract.case.inputs(contract.seed))
+    return Inputs(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in drawn.items()})
 
 
 def valid_slots(i: Inputs) -> Tensor:
@@ -316,25 +345,121 @@ def cancelled_scores(i: Inputs, valid: Tensor, lse: Tensor, exact: Tensor, max_a
     return True
 
 
+def cancelled_gradients(
+    name: str, contract: Contract, target: str, i: Inputs, valid: Tensor, results: Results, judge: Judge,
+    exact: Backward,
+) -> bool:  # fmt: skip
+    """Whether every row of a `dq` or `dkv` that misses the clause is what the hardware's sums make of it.
+
+    A row of dq must lie within the clause's limit of what follows from scores and dP as the tensor core sums them (in a
+    simulator, from exact ones, but for `FP32_NOISE`). Or a row's limit is that of one of three budget implementations,
+    of which two have the noise of such sums in their scores, so that a P or dS at the middle of two numbers is rounded
+    to the other one. Without these rows the whole must be within the clause.
+    """
+    got, oracle = (getattr(r, name) for r in (results, exact))
+    rule, real = replace(judge.rules[1], outputs=torch.float32), target == "sm90"
+    largest = float(i.kv.float().norm(dim=-1).max())
+    shift = i.sm_scale * (TENSOR_CORE_NOISE if real else FP32_NOISE) * largest * i.q.float().norm(dim=-1)
+    lses = (results.lse, results.lse + shift, results.lse - shift)
+    budgets = [getattr(judge.gradients(results.out, lse, rule), name) for lse in lses]
+    if name == "dq" or not contract.dkv_buffer:
+        budgets = [budget.to(i.q.dtype) for budget in budgets]
+    errors, *granted = ((t.double() - oracle.double()).norm(dim=-1) for t in (got, *budgets))
+    floor = FLOOR * float(oracle.double().norm(dim=-1).square().mean().sqrt())
+    beyond = errors > ROW_FACTOR * granted[0] + floor
+    flipped = errors <= ROW_FACTOR * torch.stack(granted).amax(dim=0) + floor
+    followed = torch.zeros_like(beyond)
+    if name == "dq":
+        loose = errors > TOTAL_FACTOR * granted[0] + floor
+        model = modelled_dq(i, valid, results.out, results.lse, loose, real)
+        weight = torch.ones_like(errors)
+        if i.attn_sink is not None:
+            weight = torch.sigmoid(results.lse.double() - i.attn_sink.double()).nan_to_num()
+        value = float(i.kv[..., : i.d_v].float().norm(dim=-1).max())
+        rest = (ULPS if real else FP32_NOISE) * i.sm_scale * largest * value * weight * i.dout.double().norm(dim=-1)
+        followed = loose & ((got.double() - model).norm(dim=-1) <= ROW_FACTOR * granted[0] + floor + rest)
+    if bool((beyond & ~flipped & ~followed).any()):
+        return False
+    without = torch.where((beyond | followed)[..., None], oracle, got.to(oracle.dtype))
+    return compare_rows(name, without, oracle, budgets[0]).ok
+
+
+def modelled_dq(i: Inputs, valid: Tensor, out: Tensor, lse: Tensor, wanted: Tensor, tensor_cores: bool) -> Tensor:
+    """The `wanted [B, S, H]` (or packed) rows of dq from given `out` and `lse`, as a Hopper backward computes them.
+
+    In float64, rounded where the kernel rounds to the input dtype; 0 elsewhere. With `tensor_cores` scores and dP are
+    their sums, and Delta and its product with w those of `hopper/preprocess.py`.
+    """
+    dq = torch.zeros(i.q.shape, dtype=torch.float64, device=i.q.device)
+    packed = i.q.dim() == 3
+    q, kv, rows, dout, out, lse, wanted, result = (
+        t[None] if packed else t for t in (i.q, i.kv, i.indices, i.dout, out, lse, wanted, dq)
+    )
+    dlse = None if i.dlse is None else i.dlse.view(q.shape[:3])
+    heads, dtype = q.shape[2] // kv.shape[2], q.dtype
+
+    def products(a: Tensor, b: Tensor) -> Tensor:
+        if tensor_cores:
+            return tensor_core.products(a[:, None], b[None], _orders(a.shape[-1])[0])
+        return a @ b.T
+
+    for b, t, group in torch.nonzero(wanted.unflatten(2, (-1, heads)).any(dim=-1)).tolist():
+        k = kv[b, rows[b, t, group][valid[b, t, group]].long(), group].double()
+        of_group = torch.arange(group * heads, (group + 1) * heads, device=q.device)
+        h = of_group[wanted[b, t, of_group]]
+        row_lse = lse[b, t, h].double()
+        given, output = dout[b, t, h].double(), out[b, t, h].double()
+        delta = _delta(given, output) if tensor_cores else (given * output).sum(dim=-1)
+        w = torch.ones_like(row_lse)
+        if i.attn_sink is not None:
+            w = torch.sigmoid(row_lse - i.attn_sink[h].double())
+        if tensor_cores:
+            w = w.float().double()
+        less = (w * delta).float().double() if tensor_cores else w * delta
+        less = less if dlse is None else less - dlse[b, t, h].double()
+        p = (products(q[b, t, h].double(), k) * i.sm_scale - row_lse[:, None]).exp()
+        slope = w[:, None] * products(given, k[:, : i.d_v]) - less[:, None]
+        dS = (p * slope.float().double()).to(dtype).double()
+        result[b, t, h] = (dS @ k * i.sm_scale).to(dtype).double()
+    return dq
+
+
+def _delta(a: Tensor, b: Tensor) -> Tensor:
+    """Sums `[h]` of `a b [h, 512]`, as a warp adds them: 16 products a lane, then lanes in pairs."""
+    lanes = (a * b).view(-1, 2, 32, 8).transpose(1, 2).flatten(2)
+    sums = torch.zeros_like(lanes[..., 0])
+    for n in range(lanes.shape[-1]):
+        sums = (sums + lanes[..., n]).float().double()
+    while sums.shape[-1] > 1:
+        sums = sum(sums.chunk(2, dim=-1)).float().double()
+    return sums[..., 0]
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What a call misses, and apart from that how many times its limit an lse of cancelled scores is off (0: none)."""
+    """What a call misses.
+
+    Apart from that how many times its limit an lse of cancelled scores is off, and a dq or dkv of cancelled gradients
+    (0: none).
+    """
 
     misses: list[str]
     cancelled: float = 0.0
+    gradients: float = 0.0
 
 
 def misses(contract: Contract, target: str, device: torch.device) -> list[str] | None:
     """What a call misses of the contract, `None` for a call that does not count."""
     verdict = judge_call(contract, target, device)
-    if verdict is None or not verdict.cancelled:
-        return None if verdict is None else verdict.misses
-    return [*verdict.misses, f"lse of cancelled scores: {verdict.cancelled:.2f} of limit"]
+    if verdict is None:
+        return None
+    apart = {what: getattr(verdict, kind) for kind, what in APART.items()}
+    return verdict.misses + [f"{what}: {ratio:.2f} of limit" for what, ratio in apart.items() if ratio]
 
 
 def judge_call(contract: Contract, target: str, device: torch.device) -> Verdict | None:
     """A call's misses, `None` for one that does not count."""
-    i = contract.case.inputs(contract.seed, device)
+    i = inputs_of(contract, device)
     valid = valid_slots(i)
     if not counts(i, valid):
         return None
@@ -360,14 +485,20 @@ def judge_call(contract: Contract, target: str, device: torch.device) -> Verdict
     found = [f"finding: {finding}" for finding in findings[:3]]
     results, judge = Results(out, lse, *gradients), Judge(i)
     exact = judge.gradients(out, lse, judge.rules[0])
-    missed, cancelled = [check for check in checks_of(contract, judge, results, exact) if not check.ok], 0.0
+    missed = [check for check in checks_of(contract, judge, results, exact) if not check.ok]
+    cancelled = gradients_beyond = 0.0
     for check in missed:
         if target == "sm90" and check.name == "lse" and not check.nonfinite:
             oracle = judge.forwards[0]
             if cancelled_scores(i, valid, lse, oracle.lse, oracle.max_abs_score):
                 cancelled = check.worst_row
                 continue
-        if not _beyond_fp32(check, contract, i, results, exact):
+        if _beyond_fp32(check, contract, i, results, exact):
+            continue
+        explained = check.name in ("dq", "dkv") and not check.nonfinite
+        if explained and cancelled_gradients(check.name, contract, target, i, valid, results, judge, exact):
+            gradients_beyond = max(gradients_beyond, check.total, check.worst_row)
+        else:
             found.append(str(check))
     empty = ~valid.any(dim=-1).repeat_interleave(i.q.shape[-2] // i.kv.shape[-2], dim=-1)
     empty = empty[0] if packed else empty
@@ -378,7 +509,7 @@ def judge_call(contract: Contract, target: str, device: torch.device) -> Verdict
             found.append("dkv of a row that no valid slot names is not zero")
     elif not all(bool(torch.signbit(part).all()) for part in (room[0], room[2], room[1][~named])):
         found.append("dkv: something was added to a canary or to a row that no valid slot names")
-    return Verdict(found, cancelled)
+    return Verdict(found, cancelled, gradients_beyond)
 
 
 def _against_brute_force(i: Inputs) -> list[str]:
@@ -419,7 +550,8 @@ class Enough(BaseException):
 class Outcome:
     """Calls that counted and differ, and the smallest miss that was found.
 
-    `cancelled`: calls with an lse of cancelled scores beyond its limit, `worst_cancelled` by how much.
+    `cancelled`: calls with an lse of cancelled scores beyond its limit, `worst_cancelled` by how much; `gradients`:
+    calls with a dq or dkv of cancelled gradients.
     """
 
     target: str
@@ -431,12 +563,19 @@ class Outcome:
     cancelled: int = 0
     worst_cancelled: float = 0.0
     cancelled_reproducer: str = ""
+    gradients: int = 0
+    worst_gradients: float = 0.0
+    gradients_reproducer: str = ""
 
 
 def search(
-    target: str, cases: int, seed: int, device: torch.device, sizes: Sizes, seconds: float = math.inf
-) -> Outcome:
-    """Judge that many different random calls, or as many as the time allows; the first miss ends it, shrunk."""
+    target: str, cases: int, seed: int, device: torch.device, sizes: Sizes, seconds: float = math.inf,
+    after_each: Callable[[Outcome], None] = lambda _: None,
+) -> Outcome:  # fmt: skip
+    """Judge that many different random calls, or as many as the time allows; the first miss ends it, shrunk.
+
+    `after_each` is given what was found so far, of every call that passed.
+    """
     outcome, start, seen = Outcome(target, seed), time.perf_counter(), set()
 
     @hypothesis.seed(seed)
@@ -451,14 +590,20 @@ def search(
         verdict = judge_call(contract, target, device)
         hypothesis.assume(verdict is not None)
         assert verdict is not None
-        if verdict.cancelled and contract not in seen:
-            outcome.cancelled += 1
-            if verdict.cancelled > outcome.worst_cancelled:
-                outcome.worst_cancelled, outcome.cancelled_reproducer = verdict.cancelled, contract.text()
+        for kind in APART:
+            ratio = getattr(verdict, kind)
+            if ratio and contract not in seen:
+                setattr(outcome, kind, getattr(outcome, kind) + 1)
+                if ratio > getattr(outcome, f"worst_{kind}"):
+                    setattr(outcome, f"worst_{kind}", ratio)
+                    setattr(outcome, f"{kind}_reproducer", contract.text())
         seen.add(contract)
         if verdict.misses:
             outcome.found, outcome.reproducer = verdict.misses, contract.text()
             raise Miss(contract, verdict.misses)
+        if not outcome.found:
+            outcome.cases, outcome.seconds = len(seen), round(time.perf_counter() - start, 1)
+            after_each(outcome)
 
     try:
         judge_one()
@@ -517,14 +662,77 @@ def _workers(args: argparse.Namespace, seed: int, sizes: Sizes) -> list[Outcome]
     return outcomes
 
 
+def kernels_of(target: str) -> str:
+    """A digest of the source from which a target's kernels are made."""
+    place = Path(__file__).parents[1] / SOURCES[SIMULATED.get(target, target)]
+    digest = hashlib.sha256()
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclass
+class Count:
+    """Calls judged in parts over the same kernels: a row of a file of JSON lines, written anew after each call."""
+
+    path: Path
+    target: str
+    kernels: str
+    row: dict[str, Any] = field(default_factory=dict)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def of(path: Path, target: str, seed: int) -> Count:
+        """The count that a file holds of the present kernels, or one that begins with `seed`."""
+        count = Count(path, target, kernels_of(target))
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+            row = json.loads(line)
+            if row["target"] == target and row.get("kernels") == count.kernels and "next_seed" in row:
+                count.row = row
+            else:
+                count.others.append(row)
+        if not count.row:
+            start = vars(Outcome(target, seed)) | {"workers": 1, "device": env.device_name(torch.device("cpu"))}
+            count.row = start | {"kernels": count.kernels, "next_seed": seed}
+        return count
+
+    def add(self, before: dict[str, Any], outcome: Outcome) -> None:
+        """Add what a search from `next_seed` has found so far to the row as it was before that search."""
+        whole = _whole([Outcome(**{k: before[k] for k in vars(outcome)}), outcome], before["seed"])
+        whole.seconds = round(before["seconds"] + outcome.seconds, 1)
+        self.row = before | vars(whole) | {"next_seed": outcome.seed + 1}
+        self.row["versions"] = env.versions("hypothesis", "tilelang")
+        written = self.path.with_name(self.path.name + ".new")
+        written.write_text("".join(json.dumps(row) + "\n" for row in (*self.others, self.row)), "utf-8")
+        os.replace(written, self.path)
+
+
+def _go_on(args: argparse.Namespace, seed: int, sizes: Sizes) -> Outcome:
+    """What a file says of calls judged before, and the rest of them."""
+    count = Count.of(args.out, args.target, seed)
+    before = count.row
+    print(f"{before['cases']} calls judged before, over kernels {count.kernels}", flush=True)
+    if before["cases"] < args.cases and not before["found"]:
+        outcome = search(
+            args.target, args.cases - before["cases"], before["next_seed"], args.device, sizes, args.seconds,
+            partial(count.add, before),
+        )  # fmt: skip
+        count.add(before, outcome)
+    return Outcome(**{k: count.row[k] for k in vars(Outcome(args.target, seed))})
+
+
 def _whole(outcomes: list[Outcome], seed: int) -> Outcome:
-    worst = max(outcomes, key=lambda o: o.worst_cancelled)
-    return Outcome(
-        worst.target, seed, sum(o.cases for o in outcomes), max(o.seconds for o in outcomes),
+    whole = Outcome(
+        outcomes[0].target, seed, sum(o.cases for o in outcomes), max(o.seconds for o in outcomes),
         list(itertools.chain.from_iterable(o.found for o in outcomes)),
         " ".join(o.reproducer for o in outcomes if o.reproducer),
-        sum(o.cancelled for o in outcomes), worst.worst_cancelled, worst.cancelled_reproducer,
     )  # fmt: skip
+    for kind in APART:
+        worst = max(outcomes, key=lambda o: getattr(o, f"worst_{kind}"))
+        setattr(whole, kind, sum(getattr(o, kind) for o in outcomes))
+        for name in (f"worst_{kind}", f"{kind}_reproducer"):
+            setattr(whole, name, getattr(worst, name))
+    return whole
 
 
 def main() -> int:
@@ -540,8 +748,16 @@ def main() -> int:
     parser.add_argument(
         "--allow-cancelled-scores", action="store_true", help="an lse of cancelled scores is no failure"
     )
+    parser.add_argument(
+        "--allow-cancelled-gradients", action="store_true", help="a dq or dkv of cancelled gradients is no failure"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the outcome as a JSON line")
+    parser.add_argument(
+        "--resume", action="store_true", help="count what the file has of the present kernels, and keep it up to date"
+    )
     args = parser.parse_args()
+    if args.resume and (args.out is None or args.workers > 1):
+        parser.error("--resume goes with --out, and with one process")
     args.device = args.device or torch.device("cuda" if args.target in ("sm90", "sm100") else "cpu")
     if args.replay:
         found = misses(Contract.parse(args.replay), args.target, args.device)
@@ -549,7 +765,9 @@ def main() -> int:
         return int(bool(found))
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     sizes = narrow(SIZES[args.target]) if args.narrow else SIZES[args.target]
-    if args.workers > 1:
+    if args.resume:
+        outcomes = [_go_on(args, seed, sizes)]
+    elif args.workers > 1:
         outcomes = _workers(args, seed, sizes)
     else:
         outcomes = [search(args.target, args.cases, seed, args.device, sizes, args.seconds)]
@@ -558,15 +776,20 @@ def main() -> int:
     for outcome in outcomes:
         if outcome.found:
             print(f"MISS (seed {outcome.seed}): {'; '.join(outcome.found)}\n  --replay '{outcome.reproducer}'")
-    if whole.cancelled:
-        print(
-            f"MISS lse of cancelled scores, {whole.cancelled} calls, at most {whole.worst_cancelled:.2f} of the limit"
-        )
-        print(f"  --replay '{whole.cancelled_reproducer}'")
-    if args.out:
+    for kind, what in APART.items():
+        if getattr(whole, kind):
+            worst, reproducer = getattr(whole, f"worst_{kind}"), getattr(whole, f"{kind}_reproducer")
+            print(
+                f"MISS {what}, explained by the hardware's sums: {getattr(whole, kind)} calls, at most {worst:.2f} of "
+                f"the limit\n  --replay '{reproducer}'"
+            )
+    if args.out and not args.resume:
         row = asdict(whole) | {"workers": args.workers, "device": env.device_name(args.device)}
+        row["kernels"] = kernels_of(args.target)
         append_jsonl(args.out, [row | {"versions": env.versions("hypothesis", "tilelang")}])
-    return int(bool(whole.found) or (whole.cancelled > 0 and not args.allow_cancelled_scores))
+    not_allowed = whole.cancelled and not args.allow_cancelled_scores
+    not_allowed = not_allowed or (whole.gradients and not args.allow_cancelled_gradients)
+    return int(bool(whole.found) or bool(not_allowed))
 
 
 if __name__ == "__main__":

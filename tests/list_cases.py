@@ -46,7 +46,9 @@ def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
 
 
 def judge_lists(call: validation.Call, tokens: int, rows: Tensor, bits: Tensor, lengths: Tensor) -> None:
-    """Fails unless every tile's list has its tokens' rows: distinct ones in rising order, then repeats one by one."""
+    """Fails unless every tile's list has its tokens' rows: distinct ones in rising order, then repeats one by one,
+    by row and token.
+    """
     B, S, G, K = call.indices.shape
     assert lengths.shape == (B, -(-S // tokens), G) and rows.shape == (*lengths.shape, tokens * K)
     for b, tile, g in ((b, tile, g) for b in range(B) for tile in range(lengths.shape[1]) for g in range(G)):
@@ -57,5 +59,7 @@ def judge_lists(call: validation.Call, tokens: int, rows: Tensor, bits: Tensor, 
             assert Counter(row for row, bit in slots if bit >> j & 1) == want
         distinct = set().union(*wanted)
         assert [row for row, _ in slots[: len(distinct)]] == sorted(distinct)
+        repeats = slots[len(distinct) :]
+        assert repeats == sorted(repeats)
         assert count == len(distinct) + sum(want.total() - len(want) for want in wanted)
-        assert all(bit in (1 << j for j in range(tokens)) for _, bit in slots[len(distinct) :])
+        assert all(bit in (1 << j for j in range(tokens)) for _, bit in repeats)

@@ -24,7 +24,7 @@ CASES = (
         (BASE.but(H=H, D=D, dtype=dtype), 1)
         for dtype in (torch.bfloat16, torch.float16) for D in (512, 576) for H in (24, 100)
     ),
-    (BASE.but(H=8, D=576), 8),
+    (BASE.but(H=8, D=576, duplicates=True), 8),
     (BASE.but(H=16, D=512), 8),
     (BASE.but(H=16, D=576, index_dtype=torch.int64), None),
     (BASE.but(H=8, D=512, index_dtype=torch.int64), 1),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bench.cases import Case
 from cute_sparse_mla import reference
-from cute_sparse_mla.precision import Judge, Results
+from cute_sparse_mla.precision import Inputs, Judge, Results
 
 from . import fuzz, tensor_core
 from .ptx_sim import capture_cute, project_hopper
@@ -109,3 +112,93 @@ def test_fp32_sums_are_judged_as_fp32() -> None:
         assert all(check.ok for check in checks)
     checks = fuzz.checks_of(fuzz.Contract(case, 4, dkv_buffer=False), judge, results._replace(dkv=granted.dkv), exact)
     assert [check.name for check in checks if not check.ok] == ["dkv"]
+
+
+def _explained(contract: fuzz.Contract, target: str, i: Inputs, results: Results) -> bool:
+    judge = Judge(i)
+    exact = judge.gradients(results.out, results.lse, judge.rules[0])
+    check = next(c for c in fuzz.checks_of(contract, judge, results, exact) if c.name == "dq")
+    assert not check.ok
+    return fuzz.cancelled_gradients("dq", contract, target, i, fuzz.valid_slots(i), results, judge, exact)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_tensor_cores_dq_of_cancelling_rows(which: int) -> None:
+    """Rows with all weight on one row of kv, where dP - Delta cancels: an H200's dq, which the model gives bit for bit.
+
+    `h200_cancelled_dq.npz` has a token of two calls (fp16, scale 0.5, a sink) that missed the clause there. One does on
+    a CPU too, where the budget's own sums come out otherwise. More than the sums leave is a miss.
+    """
+    recorded = np.load(Path(__file__).with_name("h200_cancelled_dq.npz"))
+    q, kv, dout, out, dq = (
+        torch.from_numpy(recorded[f"{which}_{name}"]).view(torch.float16) for name in ("q", "kv", "dout", "out", "dq")
+    )
+    lse, sink, rows = (torch.from_numpy(recorded[f"{which}_{name}"]) for name in ("lse", "sink", "indices"))
+    i = Inputs(q[None], kv[:, None], rows[None, None], dout[None], 512, 0.5, attn_sink=sink)
+    whole = torch.ones(1, len(q), dtype=torch.bool)
+    model = fuzz.modelled_dq(i, fuzz.valid_slots(i), out[None], lse[None], whole, tensor_cores=True)
+    assert torch.equal(model.half(), dq[None])
+    if which == 1:
+        return
+    contract = fuzz.Contract(Case(sm_scale=0.5), seed=0, dkv_buffer=False)
+    results = Results(out[None], lse[None], dq[None], torch.zeros_like(i.kv), torch.zeros_like(sink))
+    assert _explained(contract, "sm90", i, results)
+    assert not _explained(contract, "sm90", i, results._replace(dq=3 * results.dq))
+
+
+def test_a_rounding_at_the_middle_of_two_numbers_may_go_either_way() -> None:
+    """dS of a row selected three times, just above the middle: found on an H200 at 1.03 times the clause's limit."""
+    case = Case(S=1, S_kv=1, H=25, K=3, D=576, duplicates=True, sink=50.0, dlse=True, sm_scale=0.5)
+    contract = fuzz.Contract(case, seed=0, dkv_buffer=False)
+    i = fuzz.inputs_of(contract, CPU)
+    assert i.dlse is not None
+    i.dlse[:] = 0
+    i.dlse[0, 0, 0] = -3 * (170 + 171) / 512 * (1 + 1e-5)
+    judge = Judge(i)
+    budget = judge.budget
+    exact = judge.gradients(budget.out, budget.lse, judge.rules[0]).dq
+    other = judge.gradients(budget.out, budget.lse + 3e-5, judge.rules[1]).dq
+    assert _explained(contract, "sm90", i, budget._replace(dq=other))
+    worse = (exact + 2.1 * (other.double() - exact)).bfloat16()
+    assert not _explained(contract, "sm90", i, budget._replace(dq=worse))
+
+
+def test_inputs_are_the_same_on_every_device() -> None:
+    """Drawn on a CPU, also for a device that could not draw them: what a GPU misses is replayed in the simulator."""
+    contract = fuzz.Contract(Case(S=3, K=5, sink="random", dlse=True, length="random", positions="random"), seed=1)
+    there, here = (vars(fuzz.inputs_of(contract, torch.device(name))) for name in ("meta", "cpu"))
+    tensors = {name for name, value in here.items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) == 8 and all(there[name].is_meta for name in tensors)
+
+
+def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Calls judged before a kill count, those of other kernels do not, and a whole count judges nothing more."""
+    out = tmp_path / "count.jsonl"
+    real, left = fuzz.judge_call, 7
+
+    def stopped(*arguments: Any) -> Any:
+        nonlocal left
+        verdict = real(*arguments)
+        left -= verdict is not None
+        if left < 0:
+            raise KeyboardInterrupt
+        return verdict
+
+    def run(cases: int) -> list[dict[str, Any]]:
+        words = f"fuzz --target reference --cases {cases} --seed 15 --resume --out {out}".split()
+        monkeypatch.setattr("sys.argv", words)
+        assert fuzz.main() == 0
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    monkeypatch.setattr(fuzz, "judge_call", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(20)
+    (row,) = (json.loads(line) for line in out.read_text().splitlines())
+    before = row["cases"]
+    assert 5 <= before <= 7 and row["next_seed"] == 16
+    monkeypatch.setattr(fuzz, "judge_call", real)
+    (row,) = run(20)
+    assert row["cases"] == 20 and row["seed"] == 15 and row["next_seed"] == 17
+    assert run(20) == [row]
+    monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
+    assert [row["cases"] for row in run(5)] == [20, 5]

@@ -8,7 +8,7 @@ import pytest
 from .ptx_sim.machine import Deadlock
 from .ptx_sim.memory import SimError
 from .ptx_sim.parser import PtxError, parse
-from .ptx_sim.testing import LANE, aligned, lane_address, ptx, run, unary
+from .ptx_sim.testing import LANE, aligned, lane_address, launch, ptx, run, unary
 
 RNG = np.random.default_rng(0)
 A, B, C = (RNG.integers(0, 1 << 32, 32, dtype=np.uint32) for _ in range(3))
@@ -355,6 +355,23 @@ def test_clocks_advance() -> None:
         "mov.u32 %r1, %clock; mov.u64 %d9, %globaltimer; mov.u32 %r2, %clock; sub.u32 %r100, %r2, %r1;\n", [A]
     )
     assert (out > 0).all()
+
+
+def test_a_program_is_translated_once_and_its_global_variables_are_its_own() -> None:
+    """Launches of one text share its translation, not what they run on; with a variable in memory nothing."""
+    body = LANE + lane_address(0, 60) + "mov.u32 %r1, %ntid.x;\nst.global.b32 [%d60], %r1;\n"
+    launches = [launch(body, {"a": np.zeros(64, np.uint32)}, block=block) for block in (32, 64)]
+    first, second = (one.program(one.memory()) for one in launches)
+    assert first.full_code is second.full_code and first.launch is not second.launch
+    for one, threads in zip(launches, (32, 64), strict=True):
+        one.run()
+        assert one.tensors[0][3].tolist() == [threads] * threads + [0] * (64 - threads)
+    counted = ".global .u32 count = 5;\n" + LANE + lane_address(0, 60)
+    counted += "mov.u64 %d1, count;\natom.global.add.u32 %r1, [%d1], 1;\nst.global.b32 [%d60], %r1;\n"
+    for _ in range(2):
+        a = np.zeros(32, np.uint32)
+        run(counted, {"a": a})
+        assert sorted(a.tolist()) == list(range(5, 37))
 
 
 def test_parser_scopes_and_lines() -> None:

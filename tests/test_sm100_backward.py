@@ -96,6 +96,22 @@ def test_dkv_is_rounded_or_added_to() -> None:
     assert compare_rows("dkv", again, exact, granted).ok
 
 
+@pytest.mark.parametrize("way", ("rounded", "added", "deterministic"))
+@pytest.mark.parametrize("above", (85, 88, 89))
+def test_gradients_below_the_normal_range(above: int, way: str) -> None:
+    """Sinks that leave next to nothing of out: w is 1e-37 to 1e-39, and adds in global memory flush subnormals."""
+    heads = 72 if way == "deterministic" else 5
+    case = Case(S=2, S_kv=150, H=heads, K=128, sink=above + 5.3, invalid="shuffled", share=0.1)  # lse is about 5.3
+    inputs = case.inputs(seed=1)
+    judged = Judge(inputs)
+    out, lse = judged.budget_forward()
+    given = torch.zeros(inputs.kv.shape) if way == "added" else None
+    dq, dkv, d_sink, _ = call_backward(inputs, out, lse, dkv=given, deterministic=way == "deterministic")
+    checks = judged.gradient_checks(out, lse, dq, dkv, d_sink)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    assert float(dkv.abs().max()) > 0
+
+
 def test_late_asynchronous_work_changes_nothing() -> None:
     """One tile and no row twice: every element of dkv has one addition a block, so bits are comparable."""
     inputs = Case(S=1, S_kv=200, H=16, K=192, invalid="shuffled", dlse=True).inputs(seed=9)

@@ -10,9 +10,11 @@ import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla import union_lists
 from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.precision import Judge
 
 from .list_cases import LISTS, SMALL_SIZES, checked, judge_lists
 from .ptx_sim import capture_cute, project_sm100
+from .ptx_sim.policies import Delay, Priorities
 from .ptx_sim.races import Races
 from .sm100 import call, call_backward, judge, judge_backward
 
@@ -60,6 +62,28 @@ def test_decided_on_the_device(case: Case, grouped: bool) -> None:
     for reports, count in ((forward, 4), (backward, 5)):
         in_groups, alone = (report.warp_instructions for report in reports[-2:])
         assert len(reports) == count and (in_groups > alone) == grouped
+
+
+# Rows that stand several times in a token's list: few; more than a warp reads at a time, in lists of several warps.
+REPEATS = (
+    (Case(S=2, S_kv=60, H=8, K=40, D=512, dtype=torch.float16, duplicates=True, dlse=True), 2),
+    (Case(S=4, S_kv=70, H=4, K=300, D=512, duplicates=True, invalid="shuffled", causal=True, length="random"), 4),
+)
+
+
+@pytest.mark.parametrize(("case", "tokens"), REPEATS, ids=("few", "many"))
+def test_repeated_rows_do_not_depend_on_schedules(case: Case, tokens: int) -> None:
+    """The forward and the deterministic backward, warps and engines held back at random: bit for bit."""
+    inputs = case.inputs(seed=1)
+    out, lse = Judge(inputs).budget_forward()
+
+    def results(**how: object) -> list[torch.Tensor]:
+        forward = call(inputs, tokens_per_tile=tokens, **how)[:2]
+        return [*forward, *call_backward(inputs, out, lse, tokens_per_tile=tokens, deterministic=True, **how)[:2]]
+
+    plain = results()
+    for how in ({"order": Priorities(1)}, {"order": Priorities(2)}, {"order": Priorities(3), "policy": Delay(3)}):
+        assert [torch.equal(a, b) for a, b in zip(plain, results(**how), strict=True)] == [True] * 4, how
 
 
 def test_a_deterministic_call_is_grouped_only_on_request() -> None:

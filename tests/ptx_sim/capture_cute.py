@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from .launch import Launch, dump_if_asked, tensor_entry
-from .parser import Module, parse
+from .launch import Launch, dump_if_asked, parsed, tensor_entry
+from .parser import Module
 
 SHIM_SOURCE = Path(__file__).with_name("cute_runtime_shim.c")
 SHIM_NAME = "libcute_dsl_runtime.so"
@@ -162,7 +162,7 @@ class Recorder:
 
     def add_ptx(self, text: str) -> None:
         """Make the kernels of a PTX module known (a compiled function's `__ptx__`)."""
-        module = parse(text)
+        module = parsed(text)
         for name in module.kernels:
             self.modules[name] = (module, text)
 

@@ -22,8 +22,8 @@ import torch
 
 from . import tensormap
 from .capture_cute import _CLUSTER_DIMENSION, _NONPORTABLE, CudaView, _Attribute, gpu_in_the_way
-from .launch import Launch, dump_if_asked, tensor_entry
-from .parser import Module, parse
+from .launch import Launch, dump_if_asked, parsed, tensor_entry
+from .parser import Module
 
 SHIM_SOURCE = Path(__file__).with_name("cuda_driver_shim.c")
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
@@ -147,7 +147,7 @@ class Recorder:
         self._hook = _HOOK(self._dispatch)
 
     def add_ptx(self, text: str) -> None:
-        module = parse(text)
+        module = parsed(text)
         for name in module.kernels:
             self.modules[name] = (module, text)
 

@@ -178,6 +178,7 @@ INTEGER = {
     "cvt.u16": "cvt.u32.u16 %r10, %r1;",
     "cvt.s64.s8": "cvt.u16.u32 %h1, %r1; cvt.s64.s8 %d5, %h1; shr.u64 %d5, %d5, 4; cvt.u32.u64 %r10, %d5;",
     "cvt.u64.u16": "cvt.u16.u32 %h1, %r1; cvt.u64.u16 %d5, %h1; shl.b64 %d5, %d5, 12; cvt.u32.u64 %r10, %d5;",
+    "griddepcontrol": "griddepcontrol.launch_dependents; griddepcontrol.wait; add.u32 %r10, %r1, %r2;",
     "cvt.sat": "cvt.sat.s32.s64 %r10, %d5;",
 }
 FLOAT = {

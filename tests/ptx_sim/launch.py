@@ -17,6 +17,22 @@ from .parser import Module, PtxError, parse
 from .translate import Program
 
 _PARSED: dict[str, Module] = {}
+# Programs, the last ones used last: of a large kernel some 4 MB each.
+_TRANSLATED: dict[tuple[str, str], Program] = {}
+KEPT = 128
+
+
+def parsed(text: str) -> Module:
+    """The module of a PTX text, which is parsed once."""
+    key = _digest(text)
+    module = _PARSED.get(key)
+    if module is None:
+        module = _PARSED[key] = parse(text)
+    return module
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.rstrip("\0").encode()).hexdigest()
 
 
 @dataclass
@@ -39,7 +55,7 @@ class Launch:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.ptx.rstrip("\0").encode()).hexdigest()
+        return _digest(self.ptx)
 
     def memory(self) -> GlobalMemory:
         memory = GlobalMemory()
@@ -49,16 +65,20 @@ class Launch:
         return memory
 
     def program(self, memory: GlobalMemory) -> Program:
+        """The kernel translated, once unless it has global variables: those lie in `memory`."""
         # Emitters register themselves on import.
         from . import opcodes  # noqa: F401
 
-        module = _PARSED.get(self.sha256)
-        if module is None:
-            module = _PARSED[self.sha256] = parse(self.ptx)
+        module, key = parsed(self.ptx), (self.sha256, self.kernel)
         kernel = module.kernels.get(self.kernel)
         if kernel is None:
             raise PtxError(f"no entry {self.kernel!r} in the PTX; there are {sorted(module.kernels)}")
-        program = Program(module, kernel, self, memory)
+        program = _TRANSLATED.pop(key, None) or Program(module, kernel, memory)
+        if not program.has_globals:
+            _TRANSLATED[key] = program
+            if len(_TRANSLATED) > KEPT:
+                del _TRANSLATED[next(iter(_TRANSLATED))]
+        program = program.for_launch(self)
         limits.check(self, module, kernel, program.static_shared)
         return program
 

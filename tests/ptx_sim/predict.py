@@ -28,10 +28,14 @@ SAME_CLOCKS = 0.02
 
 @dataclass(frozen=True)
 class Footprint:
-    """MB of the rows that CTAs gather from, and of the fp32 rows that they add to: what must stay in L2."""
+    """MB of the rows that CTAs gather from, and of the fp32 rows that they add to: what must stay in L2.
+
+    `hits` of the adds, 0 to 1, find their row there whatever the footprint is.
+    """
 
     gather: float = 0.0
     adds: float = 0.0
+    hits: float = 0.0
 
 
 @dataclass
@@ -65,7 +69,7 @@ def memory_of(chip: Chip, footprint: Footprint, active: int | None = None) -> Me
     """Bytes per clock and SM when `active` SMs (default: all) share the paths to L2."""
     share = chip["sms"] / (active or chip["sms"])
     read = chip.per_clock(interpolate(chip.gather, footprint.gather)) * share
-    adds = chip.per_clock(chip.adds(footprint.adds)) * share
+    adds = chip.per_clock(chip.adds(footprint.adds, footprint.hits)) * share
     return Memory(min(chip["sm_read_limit"], read), min(chip["reduce_limit"], adds), chip["write_limit"])
 
 

@@ -13,17 +13,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from .launch import Launch
 from .predict import Footprint, Pair, Prediction, predict
 from .published import wheel_times
-from .rates import CHIPS
+from .rates import CHIPS, Chip
 from .trace import Trace, record
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ROOT / "bench" / "results" / "h200.jsonl"
+MEASURED = tuple(ROOT / "bench" / "results" / name for name in ("h200.jsonl", "groups.jsonl"))
+# The project's kernels as they are were measured from this run on.
+PRESENT_KERNELS = "20261130T103621"
 OUT = ROOT / "bench" / "results" / "predicted.jsonl"
 # Small problems: tokens, rows, and the two numbers of slots that are recorded.
 TOKENS, ROWS = 64, 1024
@@ -82,21 +85,29 @@ def stated() -> Iterator[Row]:
 def known() -> Iterator[Row]:
     """Those, and the measurements of the project's own kernels."""
     yield from stated()
-    seen: dict[tuple, Row] = {}
-    for text in MEASURED.read_text(encoding="utf-8").splitlines():
-        row = json.loads(text)
-        # Rows with invalid slots do less work; of several measurements of one size the first counts.
-        if row["impl"] == "ours" and row["ms"] and not row.get("invalid"):
+    measured = [json.loads(text) for path in MEASURED for text in path.read_text(encoding="utf-8").splitlines()]
+    newest: dict[tuple, Row] = {}
+    for row in sorted(measured, key=lambda row: row["run"]):
+        if row["run"] >= PRESENT_KERNELS and _single(row) and row["ms"]:
             name = {"fwd": "project sm90 forward", "bwd": "project sm90 backward"}[row["pass"]]
             sizes = (row["T"], row["S_kv"], row["H"], row["D"], row["K"])
-            seen.setdefault((name, sizes), Row(name, "H200", *sizes, row["ms"], MEASURED_H200))
-    yield from seen.values()
+            newest[name, sizes] = Row(name, "H200", *sizes, row["ms"], MEASURED_H200)
+    yield from newest.values()
 
 
-def capture(kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int) -> list[Launch]:
-    """The launches of a call, not run."""
+def _single(row: dict) -> bool:
+    """Whether a measured row is of the project's default kernels with one token a tile and no invalid slots."""
+    alone = row["impl"] == "ours:tokens_per_tile=1"
+    alone |= row["impl"] == "ours" and row["config"].get("groups", "").startswith("none")
+    return alone and not row.get("invalid")
+
+
+def capture(
+    kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int, in_order: bool = False
+) -> list[Launch]:
+    """The launches of a call, not run; `in_order`: with the rows of each token in rising order first."""
     if kernels.startswith("project"):
-        return _capture_project(kernels, heads, dim, slots, tokens, rows)
+        return _capture_project(kernels, heads, dim, slots, tokens, rows, in_order)
     from . import foreign_dsa
 
     foreign_dsa.capture_cute.prepare()
@@ -109,7 +120,9 @@ def capture(kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: i
     return call(problem, run=False).launches
 
 
-def _capture_project(kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int) -> list[Launch]:
+def _capture_project(
+    kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int, in_order: bool
+) -> list[Launch]:
     from . import project_hopper
 
     project_hopper.capture_tilelang.prepare()
@@ -124,7 +137,9 @@ def _capture_project(kernels: str, heads: int, dim: int, slots: int, tokens: int
     kv = torch.randn(1, rows, 1, dim, generator=gen).bfloat16()
     indices = torch.randint(0, rows, (1, tokens, 1, slots), dtype=torch.int32, generator=gen)
     shared = {"sm_scale": dim**-0.5, "topk_length": None, "q_positions": None, "attn_sink": None}
-    with project_hopper.simulated(run=False) as recorder:
+    # A small problem's dkv fits L2.
+    sorts = mock.patch.object(launch, "sorts_rows", lambda problem: in_order)
+    with project_hopper.simulated(run=False) as recorder, sorts:
         if kernels.endswith("forward"):
             launch.fwd(problem, SparseAttentionConfig(tokens_per_tile=1), q, kv, indices, **shared)
         else:
@@ -155,27 +170,53 @@ class Kernels:
 
 
 @functools.lru_cache(maxsize=4)
-def recorded(kernels: str, heads: int, dim: int) -> Kernels:
+def recorded(kernels: str, heads: int, dim: int, in_order: bool = False) -> Kernels:
     """Record the launches of a call on small problems."""
-    shorter, longer = (capture(kernels, heads, dim, slots, TOKENS, ROWS) for slots in SLOTS)
+    shorter, longer = (capture(kernels, heads, dim, slots, TOKENS, ROWS, in_order) for slots in SLOTS)
     sizes = [shorter]
     for tokens, rows in ((2 * TOKENS, ROWS), (TOKENS, 2 * ROWS)):
-        sizes.append(capture(kernels, heads, dim, SLOTS[0], tokens, rows))
+        sizes.append(capture(kernels, heads, dim, SLOTS[0], tokens, rows, in_order))
     return Kernels(
         [(record(a, 1), record(b, 1)) for a, b in zip(shorter, longer, strict=True)],
         [tuple(_ctas(launch) for launch in launches) for launches in zip(*sizes, strict=True)],
     )
 
 
+def _in_order(row: Row) -> bool:
+    """Whether the call takes each token's rows in rising order."""
+    if row.kernels != "project sm90 backward":
+        return False
+    from cute_sparse_mla.hopper import launch
+
+    from cute_sparse_mla.problem import Problem
+
+    return launch.sorts_rows(
+        Problem(1, row.tokens, row.rows, row.heads, 1, row.K, row.D, 512, torch.bfloat16, torch.int32)
+    )
+
+
+def hits_in_order(row: Row, chip: Chip) -> float:
+    """The share of adds that find their row of dkv in L2 where all CTAs go through the rows in rising order.
+
+    The CTAs of a wave then add to the same part of dkv at a time, so a row misses once a wave, at random rows.
+    """
+    ctas = chip["sms"]
+    distinct = row.rows * (1 - (1 - row.K / row.rows) ** ctas)
+    return 1 - distinct / (ctas * row.K)
+
+
 def predict_row(row: Row, explain: bool = True) -> list[Prediction]:
     """Predictions of the launches of a call, in order."""
-    found = recorded(row.kernels, row.heads, row.D)
-    footprint = Footprint(row.rows * row.D * 2 / 1e6, row.rows * row.D * 4 / 1e6)
+    chip = CHIPS[row.chip]
+    in_order = _in_order(row)
+    found = recorded(row.kernels, row.heads, row.D, in_order)
+    known_hits = hits_in_order(row, chip) if in_order else 0.0
+    footprint = Footprint(row.rows * row.D * 2 / 1e6, row.rows * row.D * 4 / 1e6, known_hits)
     out = []
     for number, (shorter, longer) in enumerate(found.traces):
         pair = Pair(shorter, longer, SLOTS[1] - SLOTS[0], row.K - SLOTS[0])
         ctas = found.grid(number, row.tokens, row.rows)
-        out.append(predict(pair, CHIPS[row.chip], ctas, footprint, explain))
+        out.append(predict(pair, chip, ctas, footprint, explain))
     return out
 
 
@@ -226,9 +267,14 @@ def key(entry: dict) -> tuple:
 
 
 def write(path: Path, explain: bool = True, only: str = "") -> int:
-    """Predict the known times whose row contains `only`, print them, and replace them in the file."""
-    entries = {key(entry): entry for entry in committed(path)}
-    for row in sorted(known(), key=lambda r: key(asdict(r))):
+    """Predict the known times whose row contains `only`, print them, and replace them in the file.
+
+    Rows whose time is known no longer are dropped.
+    """
+    rows = sorted(known(), key=lambda r: key(asdict(r)))
+    valid = {key(asdict(row)) for row in rows}
+    entries = {key(entry): entry for entry in committed(path) if key(entry) in valid}
+    for row in rows:
         if only in f"{row.kernels} H {row.heads} D {row.D} K {row.K}":
             entry = line(row, predict_row(row, explain))
             entries[key(entry)] = entry

@@ -80,7 +80,7 @@ class Example:
     recorder: capture_tilelang.Recorder
 
 
-def example(D: int, H: int, K: int, S: int = 2) -> Example:
+def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False) -> Example:
     """Both passes in the simulator on S queries and 200 rows, with invalid slots, a short row and sinks."""
     with simulated() as recorder:
         from cute_sparse_mla.hopper import launch
@@ -100,7 +100,7 @@ def example(D: int, H: int, K: int, S: int = 2) -> Example:
         config = SparseAttentionConfig(tokens_per_tile=1)
         shared = {"sm_scale": D**-0.5, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
         out, lse = launch.fwd(problem, config, q, kv, indices, **shared)
-        options = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": False}
+        options = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": deterministic}
         dq, dkv, d_sink = launch.bwd(problem, config, q, kv, out, dout, indices, lse, **shared, **options)
     inputs = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "sink": sink, "dout": dout}
     return Example(inputs, {"out": out, "lse": lse, "dq": dq, "dkv": dkv, "d_sink": d_sink}, recorder)

@@ -43,9 +43,9 @@ class Chip:
         """Bytes per clock and SM of a rate that all SMs share."""
         return total_tbps * 1e12 / (self["clock"] * 1e9 * self["sms"])
 
-    def adds(self, footprint: float) -> float:
-        """Total TB/s of fp32 additions to rows of `footprint` MB: part of them hit L2."""
-        hits = min(1.0, self["adds_capacity"] / max(footprint, 1e-9))
+    def adds(self, footprint: float, known_hits: float = 0.0) -> float:
+        """Total TB/s of fp32 additions to rows of `footprint` MB: part of them hit L2, at least `known_hits`."""
+        hits = max(known_hits, min(1.0, self["adds_capacity"] / max(footprint, 1e-9)))
         return 1 / (hits / self["adds_hit"] + (1 - hits) / self["adds_miss"])
 
     def with_figure(self, name: str, value: float) -> Chip:

@@ -42,8 +42,8 @@ def _wheel_sm90(heads: int, dim: int, slots: int, tokens: int) -> object:
     return foreign_dsa.backward_sm90(_problem(heads, dim, slots, tokens))
 
 
-def _hopper(D: int, H: int, slots: int, tokens: int) -> object:
-    return project_hopper.example(D, H, slots, tokens)
+def _hopper(D: int, H: int, deterministic: bool, slots: int, tokens: int) -> object:
+    return project_hopper.example(D, H, slots, tokens, deterministic)
 
 
 def _sm100(heads: int, dim: int, tokens_per_tile: int, slots: int, tokens: int) -> object:
@@ -74,7 +74,8 @@ def subjects() -> dict[str, Subject]:
             found[f"wheel-bwd90-h{heads}-d{dim}"] = partial(_wheel_sm90, heads, dim)
     if project_hopper.unavailable() is None:
         for D, H in ((576, 64), (512, 64), (512, 24)):
-            found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H)
+            found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H, False)
+        found["hopper-h64-d576-deterministic"] = partial(_hopper, 576, 64, True)
     if project_sm100.unavailable() is None:
         for heads, dim, tokens_per_tile in project_sm100.FORWARD:
             grouped = f"x{tokens_per_tile}" if tokens_per_tile > 1 else ""

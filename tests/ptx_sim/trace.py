@@ -29,6 +29,7 @@ RUN, SIGNAL, WAIT, PART, DRAIN = range(5)
 SAMPLES = 16
 BANKS, SECTOR = 32, 32
 BULK_STORES = ("bulk store", "tensor store")
+LANE_EXCHANGE = ("shfl", "vote", "redux", "match")
 
 
 @dataclass
@@ -137,6 +138,11 @@ class Tracer(Observer):
         self._resume: dict[Split, int] = {}
         self._sectors: set[tuple[int, int]] = set()
         self._wgmma = {i for i, instr in enumerate(program.code) if instr.op.startswith("wgmma.mma_async")}
+        # Blocks that only begin because the simulator gathers a warp's lanes there; an assembler schedules across.
+        labels = set(program.kernel.labels.values())
+        self._exchanges = {
+            i for i, instr in enumerate(program.code) if instr.op.startswith(LANE_EXCHANGE) and i not in labels
+        }
 
     # Code ---------------------------------------------------------------------------------------------------------
 
@@ -177,7 +183,12 @@ class Tracer(Observer):
 
     def _run(self, warp: WarpTrace, first: int, last: int) -> None:
         if first < last or self._issues:
-            warp.stream.append((RUN, first, last, tuple(self._issues)))
+            before = warp.stream[-1] if warp.stream else None
+            issues = tuple(self._issues)
+            if first in self._exchanges and before is not None and before[0] == RUN and before[2] == first:
+                warp.stream[-1] = (RUN, before[1], last, before[3] + issues)
+            else:
+                warp.stream.append((RUN, first, last, issues))
             self._issues = []
 
     def cta(self, cta: object) -> int:

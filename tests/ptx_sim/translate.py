@@ -312,12 +312,12 @@ class Emit:
 
 
 class Program:
-    """A kernel ready to run: blocks, compiled code, and how to set up a warp's registers."""
+    """A kernel's blocks, compiled code, and how to set up a warp's registers; to run, it is bound to a launch."""
 
-    def __init__(self, module: Module, kernel: Kernel, launch: object, memory: GlobalMemory) -> None:
+    def __init__(self, module: Module, kernel: Kernel, memory: GlobalMemory) -> None:
         self.module = module
         self.kernel = kernel
-        self.launch = launch
+        self.launch: object = None
         self.filename = f"<ptx {kernel.name[:40]}>"
         self.code = kernel.body
         for index, instr in enumerate(self.code):
@@ -348,6 +348,17 @@ class Program:
         self.line_map: dict[int, int] = {}
         self._pool: list[tuple] = []
         self._compile()
+
+    def for_launch(self, launch: object) -> Program:
+        """This program for one launch, with a pool of registers of its own."""
+        other = copy.copy(self)
+        other.launch, other._pool = launch, []
+        return other
+
+    @property
+    def has_globals(self) -> bool:
+        """Whether variables of the kernel or its module lie in global memory, at addresses that the code holds."""
+        return any(space == "global" for space, _ in self.symbols.values())
 
     # Variables and names ------------------------------------------------------------------------------------------
 
