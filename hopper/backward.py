@@ -3,12 +3,12 @@
     p_hat = exp(s - lse)   p = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
     dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and p dout on the first 512 columns
 
-`q`, `dout`, `kv`, `indices` and the per-row `stats` of `preprocess.py` -> `dq [B, S, H, D]` and adds into fp32
-`dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and dS are the left operands of dkv as they
-stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of whole 128-byte lines, to which the
-lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero and is added to a valid row nearby,
-so that adds need no predicate. With several tokens a tile's slots are the union of their rows, as in `forward.py`, and
-a row of kv is added to once for all of them.
+`q`, `dout`, `kv`, `indices`, and `out`, `lse`, `dlse`, `sink`, of which `row_stats.py` makes what a row's scores need
+-> `dq [B, S, H, D]` and adds into fp32 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and
+dS are the left operands of dkv as they stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of
+whole 128-byte lines, to which the lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero
+and is added to a valid row nearby, so that adds need no predicate. With several tokens a tile's slots are the union of
+their rows, as in `forward.py`, and a row of kv is added to once for all of them.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
 the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
@@ -30,9 +30,12 @@ once for both, and no accumulator passes through shared memory.
                                                                     acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS)
 
+Before the first block come dout, then q and kv group by group of columns, so that scores begin with the first; the
+warpgroup of the stream meanwhile reads out and makes the rows' values.
+
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
-`preprocess.py`, which dq loses with `dq_scale` = sm_scale / unit.
+`row_stats.py`, which dq loses with `dq_scale` = sm_scale / unit.
 
 A kernel that stores `TERMS` (`ordered.py`) or `FACTORS` (`products.py`) does the same for a part of each list, of which
 its `Indices` are a view from slot `slot_0` on; dq may start from the sums that the part before has left in `Sums`, in
@@ -48,10 +51,10 @@ from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, LEAVE, OPERAND, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, ROW_DOT, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .row_stats import say_stats
 from .tile import (
-    PASSES, VECTOR, begin, exists, if_exists, load_bits, load_rows,
-    selects, store_rows,
+    PASSES, STEP, VECTOR, begin, find_rows, find_tile, load_bits, selects, store_rows,
 )  # fmt: skip
 
 
@@ -65,7 +68,10 @@ def build(plan: Plan) -> PrimFunc:
     TOKENS = plan.tokens
     ORDERED, FACTORED, IN_PARTS = plan.dkv == TERMS, plan.dkv == FACTORS, plan.dkv != ADDS
     STORE = "true" if ORDERED else "false"
+    # Lists of several tokens have no invalid slot but at their end.
+    LOOKS_AHEAD = TOKENS == 1 and not IN_PARTS
     dtype, idx_t = plan.dtype, plan.index_dtype
+    INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
     SPLIT = HALF + 128
     DTYPE = WGMMA_TYPE[dtype]
@@ -84,6 +90,7 @@ def build(plan: Plan) -> PrimFunc:
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv, its terms or factors, and of the sums of dq between parts.
     N, M = T.dynamic("N", i64), T.dynamic("M", i64)
+    R = T.dynamic("R", i64)  # (token, head) pairs of `SinkShares`
     # Tiles of this launch along the sequence, each with a gather list of up to K slots.
     L = T.dynamic("L", i64)
     qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
@@ -91,56 +98,72 @@ def build(plan: Plan) -> PrimFunc:
     kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ms, mg, mk = (T.dynamic(n, i64) for n in ("m_b", "m_s", "m_g", "m_k"))
-    tb, ts, tg, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s"))
+    tb, ts, tg, pb, ps, sh = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
+    ub, us, uh = (T.dynamic(n, i64) for n in ("out_b", "out_s", "out_h"))
+    lb, ls, lh = (T.dynamic(n, i64) for n in ("lse_b", "lse_s", "lse_h"))
+    eb, es, eh = (T.dynamic(n, i64) for n in ("dlse_b", "dlse_s", "dlse_h"))
 
     @T.macro
-    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, kv_base, idx, rows, source):
-        # Rows of block i from the indices read before, and the indices of block i + 1.
+    def load_slots(found, Indices, b, ti, g, slot, length):
+        # Entries of a thread's four slots of a block.
+        T.call_extern(
+            "handle", f"sparse_mla::load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]),
+            ik * INDEX_BYTES, slot, length,
+        )  # fmt: skip
+
+    @T.macro
+    def next_rows(KV, Indices, b, ti, g, i, r0, c0, length, limit, found, rows, source, ok):
+        # Rows of block i from the entries read before, and the entries of block i + 1.
+        T.call_extern(
+            "handle", f"sparse_mla::place_rows<{INDEX}, {PASSES}>", source.data, ok.data, found.data,
+            T.address_of(KV[b, 0, g, c0]), ks * ITEM, limit,
+        )  # fmt: skip
         for r in T.unroll(PASSES):
-            rows[r] = T.if_then_else(
-                (T.cast(idx[r], i64) >= 0) & (T.cast(idx[r], i64) < limit), T.cast(idx[r], "int32"), -1
-            )
-            source[r] = T.call_extern(
-                i64, "sparse_mla::address", T.access_ptr(KV[0, T.max(rows[r], 0), 0, kv_base + c0], "r", VECTOR)
-            )
-            idx[r] = -1
-            if (i + 1) * BLOCK_K + r * 16 + r0 < length:
-                idx[r] = Indices[b, ti, g, (i + 1) * BLOCK_K + r * 16 + r0]
+            rows[r] = T.if_then_else(ok[r] != 0, T.cast(found[r], "int32"), -1)
+        load_slots(found, Indices, b, ti, g, (i + 1) * BLOCK_K + r0, length)
 
     @T.macro
-    def gather(n, KV_s, r0, c0, source, rows, kv_ready):
+    def gather(n, KV_s, r0, c0, source, ok, kv_ready):
         # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
         first, last = GROUPS[n]
-        for r in T.unroll(PASSES):
-            T.call_extern(
-                "handle", f"sparse_mla::gather_row<{last - first}>",
-                T.access_ptr(KV_s[r * 16 + r0, first + c0], "r", VECTOR), source[r] + first * ITEM, rows[r] >= 0,
-            )  # fmt: skip
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(KV_s[r0, first + c0]), source.data, ok.data, 0, first,
+        )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def say_rows(i, slot_row, slot_to, rows, lane, r0):
+    def load_q(n, QdO_s, r0, c0, at, there):
+        # A group of columns; rows that do not exist become zero.
+        first, last = GROUPS[n]
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
+            T.address_of(QdO_s[r0, first + c0]), at.data, there.data, 0, first,
+        )  # fmt: skip
+
+    @T.macro
+    def say_rows(i, slot_row, slot_to, rows, goal, lane, r0):
         # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
-        other = T.call_extern("int32", "sparse_mla::valid_row", rows.data)
+        if not IN_PARTS:
+            T.call_extern("handle", "sparse_mla::spread", goal.data, rows.data)
         if lane % 8 == 0:
             for r in T.unroll(PASSES):
                 slot_row[i & 1, r * 16 + r0] = rows[r]
-                slot_to[i & 1, r * 16 + r0] = (
-                    i * BLOCK_K + r * 16 + r0 if ORDERED else T.if_then_else(rows[r] < 0, other, rows[r])
-                )
+                slot_to[i & 1, r * 16 + r0] = i * BLOCK_K + r * 16 + r0 if ORDERED else goal[r]
 
     @T.macro
     def gather_first(
-        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, kv_ready, rows_ready
-    ):
+        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal, ok, kv_ready,
+        rows_ready,
+    ):  # fmt: skip
         # The first group of columns of block i, and what its slots are.
         if TOKENS > 1:
-            say_rows(i, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
             T.cp_async_barrier_noinc(rows_ready)
-        gather(0, KV_s, r0, c0, source, rows, kv_ready)
+        gather(0, KV_s, r0, c0, source, ok, kv_ready)
         if TOKENS == 1:
-            say_rows(i, slot_row, slot_to, rows, lane, r0)
+            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
             T.barrier_arrive(rows_ready)
 
     @T.macro
@@ -270,13 +293,18 @@ def build(plan: Plan) -> PrimFunc:
         Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
         Chosen: T.Tensor((1,), "int32"),
         QPositions: T.StridedTensor((B, S), (pb, ps), i64),
-        Stats: T.Tensor((4, B, S, H), fp32),
+        Out: T.StridedTensor((B, S, H, D_V), (ub, us, uh, 1), dtype),
+        Lse: T.StridedTensor((B, S, H), (lb, ls, lh), fp32),
+        dLse: T.StridedTensor((B, S, H), (eb, es, eh), fp32),
+        Sink: T.StridedTensor((H,), (sh,), fp32),
+        SinkShares: T.Tensor((R,), fp32),
         dQ: T.Tensor((B, S, H, D), dtype),
         dKV: T.Tensor((N,), dtype if FACTORED else fp32),
         Sums: T.Tensor((M,), fp32),
         scale_log2: T.float32,
         sm_scale: T.float32,
         dq_scale: T.float32,
+        root_unit: T.float32,
         heads_per_group: T.int32,
         tiles_per_group: T.int32,
         wanted: T.int32,
@@ -288,9 +316,10 @@ def build(plan: Plan) -> PrimFunc:
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
+        has_sink: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(LEAVE + SUBNORMAL + OPERAND + STACKED_SCORES + DKV_STREAM)
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROW_DOT + STACKED_SCORES + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             if FACTORED:
@@ -313,6 +342,8 @@ def build(plan: Plan) -> PrimFunc:
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            dout_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             if TAIL:  # noqa: SIM108
                 tail_free = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -326,24 +357,22 @@ def build(plan: Plan) -> PrimFunc:
             begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
             tx = T.get_thread_binding()
             cta = T.cast(bx, i64)
-            tile = T.alloc_var("int32")
+            place = T.alloc_local([4], "int32")
+            if TOKENS > 1 and not IN_PARTS:
+                # Long lists come late in a text.
+                find_tile(place, T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx, B, G, L, tiles_per_group)
+            else:
+                find_tile(place, bx, B, G, L, tiles_per_group)
+            tile = place[0]
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
             t = T.alloc_var(i64)
             b = T.alloc_var(i64)
             head_0 = T.alloc_var(i64)
             heads = T.alloc_var("int32")
-            rest = T.alloc_var("int32")
-            rest = bx
-            if TOKENS > 1 and not IN_PARTS:
-                # Long lists come late in a text.
-                rest = T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx
-            tile = T.truncmod(rest, tiles_per_group)
-            ti = T.cast(T.truncdiv(rest, tiles_per_group), i64)
-            g = T.truncmod(ti, G)
-            ti = T.truncdiv(ti, G)
-            b = T.truncdiv(ti, L)
-            ti = T.truncmod(ti, L)
+            g = T.cast(place[1], i64)
+            ti = T.cast(place[2], i64)
+            b = T.cast(place[3], i64)
             t = (tile_0 + ti) * TOKENS
             head_0 = g * heads_per_group + tile * ROWS
             heads = T.min(heads_per_group - tile * ROWS, ROWS)
@@ -363,8 +392,6 @@ def build(plan: Plan) -> PrimFunc:
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
-                kv_base = T.alloc_var(i64)
-                kv_base = b * kb + g * kg
                 limit = T.alloc_var(i64)
                 limit = S_kv
                 if causal != 0:
@@ -373,59 +400,70 @@ def build(plan: Plan) -> PrimFunc:
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 
-                # kv_ready and rows_ready tell of these too; without a block nobody waits for them.
+                found = T.alloc_local([PASSES], idx_t)
+                rows = T.alloc_local([PASSES], "int32")
+                ok = T.alloc_local([PASSES], "int32")
+                # Rows that terms went to, or might have gone to.
+                goal = T.alloc_local([PASSES], "int32")
+                for r in T.unroll(PASSES):
+                    goal[r] = -1
+                source = T.alloc_local([PASSES], i64)
+                load_slots(found, Indices, b, ti, g, r0, length)
+                if LOOKS_AHEAD:
+                    ahead = T.alloc_local([2 * PASSES], idx_t)
+                    T.call_extern(
+                        "handle", f"sparse_mla::look_ahead<{INDEX}>", ahead.data, T.address_of(Indices[b, ti, g, 0]),
+                        ik * INDEX_BYTES, r0, length,
+                    )  # fmt: skip
                 if blocks > 0:
-                    load_rows(Q, QdO_s, 0, b, t, head_0, heads, TOKENS, left, r0, c0, D)
-                    load_rows(dO, QdO_s, ROWS, b, t, head_0, heads, TOKENS, left, r0, c0, D_V)
-                if lane < ROWS:
-                    token, head = if_exists(lane, TOKENS, heads, left)
-                    for v in T.unroll(3):
-                        stats[v, lane] = T.if_then_else(
-                            exists(lane, TOKENS, heads, left),
-                            Stats[v, b, t + token, head_0 + head],
-                            T.if_then_else(v == 0, T.infinity(fp32), T.float32(0)),
-                        )
-
-                idx = T.alloc_local([4], idx_t)
-                rows = T.alloc_local([4], "int32")
-                source = T.alloc_local([4], i64)
-                for r in T.unroll(4):
-                    idx[r] = -1
-                    if r * 16 + r0 < length:
-                        idx[r] = Indices[b, ti, g, r * 16 + r0]
+                    # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
+                    there = T.alloc_local([PASSES], "int32")
+                    q_at = T.alloc_local([PASSES], i64)
+                    do_at = T.alloc_local([PASSES], i64)
+                    find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
+                    find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
+                    T.call_extern(
+                        "handle", f"sparse_mla::gather_rows_in_turn<{D_V // STEP}, {2 * ROWS}>",
+                        T.address_of(QdO_s[ROWS + r0, c0]), do_at.data, there.data,
+                    )  # fmt: skip
+                    T.cp_async_barrier_noinc(dout_ready)
+                    load_q(0, QdO_s, r0, c0, q_at, there)
+                    next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
+                    if LOOKS_AHEAD:
+                        T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
+                    gather_first(
+                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal,
+                        ok, kv_ready, rows_ready,
+                    )  # fmt: skip
+                    load_q(1, QdO_s, r0, c0, q_at, there)
+                    gather(1, KV_s, r0, c0, source, ok, kv_ready)
+                    load_q(2, QdO_s, r0, c0, q_at, there)
+                    gather(2, KV_s, r0, c0, source, ok, kv_ready)
+                    load_q(3, QdO_s, r0, c0, q_at, there)
+                    gather(3, KV_s, r0, c0, source, ok, kv_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
-
-                next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, kv_base, idx, rows, source)
-                if blocks > 0:
-                    gather_first(
-                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
-                        kv_ready, rows_ready,
-                    )  # fmt: skip
-                    gather(1, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(2, KV_s, r0, c0, source, rows, kv_ready)
-                    gather(3, KV_s, r0, c0, source, rows, kv_ready)
                 # Iteration i finishes block i and gathers the next.
                 for i in T.serial(blocks):
                     T.barrier_wait(ds_ready, i & 1)
-                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, kv_base, idx, rows, source)
+                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, found, rows, source, ok)
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
                         gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source,
-                            rows, kv_ready, rows_ready,
+                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0,
+                            source, rows, goal, ok, kv_ready, rows_ready,
                         )  # fmt: skip
                         T.barrier_wait(kv_free[1], i & 1)
-                        gather(1, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
                     T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(ds_free)
                     if i < blocks - 1:
-                        gather(2, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(2, KV_s, r0, c0, source, ok, kv_ready)
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
-                        gather(3, KV_s, r0, c0, source, rows, kv_ready)
+                        gather(3, KV_s, r0, c0, source, ok, kv_ready)
                 leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
@@ -447,6 +485,7 @@ def build(plan: Plan) -> PrimFunc:
                     scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
                     scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
                     T.barrier_wait(rows_ready, i & 1)
+                    T.barrier_wait(stats_ready, 0)
                     T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
                         s[k, h] = T.Select(
@@ -489,6 +528,10 @@ def build(plan: Plan) -> PrimFunc:
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_f = tx - WARPGROUP
+                say_stats(
+                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_f, blocks,
+                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
+                )  # fmt: skip
                 dq_f = dS_s
                 if TAIL:
                     dq_f = T.alloc_fragment([ROWS, TAIL], fp32)
@@ -504,6 +547,10 @@ def build(plan: Plan) -> PrimFunc:
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
+                say_stats(
+                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_b, blocks,
+                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
+                )  # fmt: skip
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
                 my_rows = T.alloc_local([4], "int32")

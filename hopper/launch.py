@@ -70,6 +70,8 @@ COSTS = GroupCosts(
 # rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
 # forward some of its time, and those for a backward alone may be longer than a forward could bear.
 NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
+# Shared memory of the CTAs of a multiprocessor that begin their lists before the device has decided about them.
+EARLY_BYTES = 196_608
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
@@ -187,8 +189,8 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
             build.kernel("unions", plan)
         if tokens > 1 and wished is None:
             build.kernel("union_samples", sample_plan_of(problem, tokens))
-    for kind in ("preprocess", "postprocess") if backward else ():
-        build.kernel(kind, plan_of(problem))
+    if backward:
+        build.kernel("postprocess", plan_of(problem))
     if backward and torch.are_deterministic_algorithms_enabled():
         tokens = wished or group_size(problem)
         _ordered_kernels(problem, tokens)
@@ -294,7 +296,8 @@ def _lists(
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
-        tiles.start, sampled, most, problem.S_kv, *flags,
+        tiles.start, sampled, most, env.multiprocessors(device) * max(1, EARLY_BYTES // plan.size), problem.S_kv,
+        *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
 
@@ -494,9 +497,9 @@ def _product_kernels(problem: Problem, tokens: int) -> tuple[Callable[..., Any],
 
 
 def _by_products(
-    problem: Problem, tokens: int, pieces: Pieces, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor, stats: Tensor,
-    dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None, q_positions: Tensor | None,
-    lists: tuple[Tensor, ...] | None,
+    problem: Problem, tokens: int, pieces: Pieces, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
+    of_rows: tuple[Tensor, ...], has_sink: int, dq: Tensor, dkv: Tensor, scales: tuple[float, ...],
+    topk_length: Tensor | None, q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and dkv by products in fixed order (`products.py`), for some tiles and slots at a time."""
     device, heads, capacity = q.device, problem.heads_per_group, tokens * problem.K
@@ -517,8 +520,8 @@ def _by_products(
             of_part = (gather.slots[..., taken], gather.bits[..., taken], *gather.tensors[2:])
             where = (gather.tile_0, first, pieces.slots)
             backward(
-                q, kv, dout, *of_part, stats, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
-                int(taken.stop >= capacity), *gather.flags,
+                q, kv, dout, *of_part, *of_rows, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
+                int(taken.stop >= capacity), *gather.flags, has_sink,
             )  # fmt: skip
             find(gather.slots, gather.lengths, places, distinct, first, pieces.slots)
             multiply(q, dout, factors, places, dkv, scales[1], heads, gather.tile_0, pieces.slots)
@@ -613,8 +616,8 @@ class _Sorter:
 
 def _in_order(
     problem: Problem, tokens: int, q: Tensor, kv: Tensor, dout: Tensor, indices: Tensor,
-    stats: Tensor, dq: Tensor, dkv: Tensor, scales: tuple[float, ...], topk_length: Tensor | None,
-    q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
+    of_rows: tuple[Tensor, ...], has_sink: int, dq: Tensor, dkv: Tensor, scales: tuple[float, ...],
+    topk_length: Tensor | None, q_positions: Tensor | None, lists: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
     device, D = q.device, problem.D
@@ -642,9 +645,9 @@ def _in_order(
             taken = slice(part * parts.slots, (part + 1) * parts.slots)
             slots, bits = gather.slots[..., taken], gather.bits[..., taken]
             backward(
-                q, kv, dout, slots, bits, *gather.tensors[2:], stats, dq, terms.view(-1), sums,
+                q, kv, dout, slots, bits, *gather.tensors[2:], *of_rows, dq, terms.view(-1), sums,
                 *scales, problem.heads_per_group, _tiles(problem), -1, gather.tile_0, taken.start, parts.slots,
-                int(part == 0), int(part == parts.parts - 1), *gather.flags,
+                int(part == 0), int(part == parts.parts - 1), *gather.flags, has_sink,
             )  # fmt: skip
             sorter.beside.wait(mine)
             of_part = slots.shape[0] * slots.shape[1] * slots.shape[2] * _tiles(problem) * parts.slots
@@ -662,10 +665,10 @@ def bwd(
     attn_sink: Tensor | None, dkv: Tensor | None, dkv_dtype: torch.dtype | None, deterministic: bool,
     lists: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`(dq, dkv, d_sink)`: per-row values, the main kernel, and the rounding of dkv unless fp32 is wanted.
+    """`(dq, dkv, d_sink)`: the main kernel, and the rounding of dkv unless fp32 is wanted.
 
-    Workspace: fp32 dkv (4 bytes per element of kv), 16 bytes per (token, head), where dkv exceeds the L2 `SORT_BYTES`,
-    and for token groups without a plan 8 bytes per slot of `indices`.
+    Workspace: fp32 dkv (4 bytes per element of kv), with a sink 4 bytes per (token, head), where dkv exceeds the L2
+    `SORT_BYTES`, and for token groups without a plan 8 bytes per slot of `indices`.
     Deterministic: token groups fill a tile unless the config or a plan has other ones. Either P and dS pass through at
     most `WORKSPACE` bytes in pieces (`Pieces`) and are multiplied tile by tile; or, above 64 heads and where kv is long
     beside a list, the terms of dkv do in parts (`Parts`), which are added part by part, in order of tiles, head tiles
@@ -673,38 +676,37 @@ def bwd(
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
-    stats = torch.empty((4, B, S, H), dtype=torch.float32, device=device)
+    nothing = _scalar(device, 0.0, torch.float32)
     if dlse is None:
         dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
     # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
     unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
-    build.kernel("preprocess", plan_of(problem))(
-        out, dout, lse, dlse, _sink(problem, attn_sink, device), stats, unit**0.5
-    )
+    has_sink = int(attn_sink is not None)
+    sink_shares = torch.empty(B * S * H, dtype=torch.float32, device=device) if has_sink else nothing
+    of_rows = (out, lse, dlse, _sink(problem, attn_sink, device), sink_shares)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
     scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
-    scales = (scale_log2, float(sm_scale), float(sm_scale) / unit)
+    scales = (scale_log2, float(sm_scale), float(sm_scale) / unit, unit**0.5)
     if deterministic:
         tokens = config.tokens_per_tile or group_size(problem)
         if lists is not None and len(lists) == 4:
             # Made only where the device found that they pay; a deterministic call always groups.
             lists = None
-        arguments = (q, kv, dout, indices, stats, dq, acc, scales, topk_length, q_positions, lists)
+        arguments = (q, kv, dout, indices, of_rows, has_sink, dq, acc, scales, topk_length, q_positions, lists)
         pieces = pieces_of(problem, tokens, env.multiprocessors(device))
         if pieces is None:
             _in_order(problem, tokens, *arguments)
         else:
             _by_products(problem, tokens, pieces, *arguments)
     else:
-        nothing = _scalar(device, 0.0, torch.float32)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
             build.kernel("backward", gather.plan(problem))(
-                q, kv, dout, *gather.tensors, stats, dq, acc.view(-1), nothing,
+                q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
                 *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
-                *gather.flags,
+                *gather.flags, has_sink,
             )  # fmt: skip
-    d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
+    d_sink = -sink_shares.view(-1, H).sum(dim=0) if has_sink else None
     if dkv is None and dkv_dtype in (None, kv.dtype):
         rounded = torch.empty(kv.shape, dtype=kv.dtype, device=device)
         build.kernel("postprocess", plan_of(problem))(acc.view(-1), rounded.view(-1), 1 / unit)

@@ -2,18 +2,6 @@
 
 DKV_STREAM = r"""
 namespace sparse_mla {
-__device__ __forceinline__ long long address(const void *from) { return reinterpret_cast<long long>(from); }
-// 16 bytes of every 64 columns of a row, counted from `to` and `from`; zeros, without a read, if the slot is invalid.
-// In the 128-byte swizzle of shared memory 64 columns of 64 rows are one piece of 8 KB.
-template <int Columns> __device__ __forceinline__ void gather_row(const void *to, long long from, bool valid) {
-  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-#pragma unroll
-  for (int u = 0; u < Columns / 64; ++u)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + 8192 * u), "l"(from + 128 * u),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
 // A left operand [64 x 64] in registers is handed from a warpgroup to the same lanes of another: 64 bytes a lane, of
 // which each warp keeps its own 2 KB.
 __device__ __forceinline__ uint4 *fragment(const void *shared) {
@@ -136,17 +124,63 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
-// A valid row for the terms of a thread's invalid slots, which are zero: one of its own four, else one of its warp's,
-// so that hardly an add has to be left out; -1 where fewer than 4 of the warp's 16 slots are valid, whose rows would
-// take too many adds (with 95 % of the slots invalid 11 % more time than with none).
-__device__ __forceinline__ int valid_row(const void *rows) {
-  const int none = 0x7fffffff;  // -1 without its sign
-  const int *row = static_cast<const int *>(rows);
-  const int own = min(min(row[0] & none, row[1] & none), min(row[2] & none, row[3] & none));
-  const int any = __reduce_min_sync(0xffffffffu, own), found = own == none ? any : own;
-  const unsigned valid = (row[0] >= 0) + (row[1] >= 0) + (row[2] >= 0) + (row[3] >= 0);
-  // Every slot is counted by 8 lanes.
-  return __reduce_add_sync(0xffffffffu, valid) < 8 * 4u ? -1 : found;
+// Entries, if they are rows below `limit`, that stand at a thread's four places, 16 apart from `slot`, in two of the 16
+// blocks after the first, each lane of the 8 that share the places in others; as in `load_slots`.
+template <typename Index>
+__device__ __forceinline__ void look_ahead(void *found, const void *list, long long stride, int slot, int length) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int at = slot + 16 * (i / 2) + 64 * (1 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 8);
+    const char *from = static_cast<const char *>(list) + at * stride;
+    static_cast<Index *>(found)[i] = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
+  }
+}
+// Of each place a row that one of the lanes found, or -1.
+template <typename Index> __device__ __forceinline__ void share_ahead(void *rows, const void *found, long long limit) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    int row = -1;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const Index entry = static_cast<const Index *>(found)[2 * r + n];
+      row = entry >= 0 && entry < limit ? static_cast<int>(entry) : row;
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) row = max(row, __shfl_xor_sync(0xffffffffu, row, lanes));
+    static_cast<int *>(rows)[r] = row;
+  }
+}
+// Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
+// negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before (at
+// first what `look_ahead` found), else where another slot of this block goes, so that hardly an add has to be left out;
+// no row takes many, as those to one row would wait for each other. Only while fewer than 2 places have a row are the
+// others' adds left out, at -1.
+__device__ __forceinline__ void spread(void *to, const void *rows) {
+  int *goal = static_cast<int *>(to);
+  int known = 0;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = static_cast<const int *>(rows)[r];
+    goal[r] = row < 0 ? goal[r] : row;
+    known += goal[r] >= 0;
+  }
+  const bool enough = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(known)) >= 8 * 2u;
+  int filled[4] = {goal[0], goal[1], goal[2], goal[3]};
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const int before[4] = {filled[0], filled[1], filled[2], filled[3]};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) filled[r] = before[r] < 0 ? before[r ^ step] : before[r];
+  }
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+#pragma unroll
+    for (int lanes = 8; lanes < 32; lanes *= 2) {
+      const int other = __shfl_xor_sync(0xffffffffu, filled[r], lanes);
+      filled[r] = filled[r] < 0 ? other : filled[r];
+    }
+    goal[r] = enough ? filled[r] : goal[r];
+  }
 }
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
@@ -200,9 +234,9 @@ namespace sparse_mla {
 // `Steps` x 64 columns from `first` of four rows of 16-bit elements, 16 rows apart in shared memory: 16 bytes a thread,
 // row and step. Rows are given by the addresses of their column 0, so that every copy has an immediate offset from its
 // row's: with strides as run-time values the address of each copy would cost four instructions.
-// `to`: address of the thread's 16 bytes of the first row and step, in panels of [64 rows x 128 bytes], swizzled.
+// `to`: address of the thread's 16 bytes of the first row and step, in panels of [`Rows` x 128 bytes], swizzled.
 // A row that is not valid becomes zero and is not read.
-template <int Steps>
+template <int Steps, int Rows = 64>
 __device__ __forceinline__ void gather_rows(const void *to, const void *rows, const void *valid, int block, int first) {
   const long long *row = static_cast<const long long *>(rows) + 4 * block;
   const int *ok = static_cast<const int *>(valid) + 4 * block;
@@ -211,8 +245,21 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
   for (int r = 0; r < 4; ++r)
 #pragma unroll
     for (int u = 0; u < Steps; ++u)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * 8192),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
+}
+// The same from column 0 on, as a loop: what waits for reads under way ptxas moves before straight code, not before it.
+template <int Steps, int Rows>
+__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid) {
+  const long long *row = static_cast<const long long *>(rows);
+  const int *ok = static_cast<const int *>(valid);
+  unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll 1
+  for (int u = 0; u < Steps; ++u, shared += Rows * 128)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
+                   "r"(ok[r] ? 16 : 0));
 }
 // Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
 // the address of the thread's 16 bytes of column 0, into the L2. Eight threads have the same rows.
@@ -232,24 +279,25 @@ __device__ __forceinline__ long long kept(const void *address) {
   asm volatile("" : "+l"(value));
   return value;
 }
-// Entries of eight slots, 16 apart from `slot`; -1, which is no row, from `length` on, unread. `list`: address of slot
+// Entries of some slots, 16 apart from `slot`; -1, which is no row, from `length` on, unread. `list`: address of slot
 // 0's entry, `stride`: bytes from one to the next.
-template <typename Index>
+template <typename Index, int Slots = 8>
 __device__ __forceinline__ void load_slots(void *found, const void *list, long long stride, int slot, int length) {
   const char *from = static_cast<const char *>(list) + slot * stride;
 #pragma unroll
-  for (int j = 0; j < 8; ++j, from += 16 * stride)
+  for (int j = 0; j < Slots; ++j, from += 16 * stride)
     static_cast<Index *>(found)[j] = slot + 16 * j < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
 }
 __device__ __forceinline__ long long offset(int row, long long stride) { return static_cast<unsigned>(row) * stride; }
 __device__ __forceinline__ long long offset(long long row, long long stride) { return row * stride; }
-// Addresses of eight rows of kv, of row 0 for what is no row, and which are rows: those from 0 to below `limit`.
-template <typename Index>
+// Addresses of rows of kv, of row 0 for what is no row, and which are rows: those from 0 to below `limit`.
+template <typename Index, int Slots = 8>
 __device__ __forceinline__ void place_rows(void *rows, void *valid, const void *found, const void *kv, long long stride,
                                            long long limit) {
-  const Index end = limit < 0x7fffffff || sizeof(Index) > 4 ? limit : 0x7fffffff;
+  const long long most = limit > 0 ? limit : 0;
+  const Index end = most < 0x7fffffff || sizeof(Index) > 4 ? most : 0x7fffffff;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < Slots; ++j) {
     const Index row = static_cast<const Index *>(found)[j];
     const bool is_row = row >= 0 && row < end;
     static_cast<int *>(valid)[j] = is_row;
@@ -279,14 +327,6 @@ __device__ __forceinline__ float product(float a, float b) {
 }
 __device__ __forceinline__ float add_product(float sum, float a, float b) {
   asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
-  return sum;
-}
-__device__ __forceinline__ float warp_sum(float sum) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
-    asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
-  }
   return sum;
 }
 }  // namespace sparse_mla
@@ -418,33 +458,76 @@ __device__ __forceinline__ void store_operand(const void *operand, const void *t
 }  // namespace sparse_mla
 """
 
-VECTOR_DOT = r"""
+ROW_DOT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace sparse_mla {
-// `sum` and the products of eight elements at two 16-byte aligned addresses, in fp32. TileLang cannot vectorise loads
-// whose strides are run-time values.
-__device__ __forceinline__ float dot8_bf16(float sum, const void *a, const void *b) {
-  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
-  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+// 128 columns from `first` of four rows of 16-bit elements given by the addresses of their column 0, 8 threads a row;
+// zeros, unread, of rows that are not `there`.
+__device__ __forceinline__ void load_rows(void *values, const void *rows, const void *there, int first) {
+  unsigned *to = static_cast<unsigned *>(values);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = add_product(sum, __uint_as_float(u[i] << 16), __uint_as_float(v[i] << 16));
-    sum = add_product(sum, __uint_as_float(u[i] & 0xffff0000u), __uint_as_float(v[i] & 0xffff0000u));
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[4 * i + j] = 0;
+    asm volatile("{\n"
+                 ".reg .pred there;\n"
+                 "setp.ne.s32 there, %5, 0;\n"
+                 "@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 "}"
+                 : "+r"(to[4 * i]), "+r"(to[4 * i + 1]), "+r"(to[4 * i + 2]), "+r"(to[4 * i + 3])
+                 : "l"(static_cast<const long long *>(rows)[i / 2] + 2 * (first + i % 2 * 64)),
+                   "r"(static_cast<const int *>(there)[i / 2]));
   }
-  return sum;
 }
-__device__ __forceinline__ float dot8_fp16(float sum, const void *a, const void *b) {
-  const uint4 x = *static_cast<const uint4 *>(a), y = *static_cast<const uint4 *>(b);
-  const unsigned u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+__device__ __forceinline__ float2 pair(__nv_bfloat16, unsigned two) {
+  return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+}
+__device__ __forceinline__ float2 pair(__half, unsigned two) {
+  return __half22float2(*reinterpret_cast<const __half2 *>(&two));
+}
+// To the sums of four rows the products of what `load_rows` read and of the same columns in shared memory, where they
+// stand 16 rows apart in panels of [128 rows x 128 bytes], swizzled. `shared`: the thread's 16 bytes of the first.
+template <typename Element>
+__device__ __forceinline__ void add_dots(void *sums, const void *values, const void *shared) {
+  const unsigned *from = static_cast<const unsigned *>(values);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&u[i]));
-    const float2 q = __half22float2(*reinterpret_cast<const __half2 *>(&v[i]));
-    sum = add_product(sum, p.x, q.x);
-    sum = add_product(sum, p.y, q.y);
+  for (int i = 0; i < 8; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4 *>(static_cast<const char *>(shared) + i / 2 * 2048 + i % 2 * 16384);
+    const unsigned two[4] = {x.x, x.y, x.z, x.w};
+    float &sum = static_cast<float *>(sums)[i / 2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 a = pair(Element(), from[4 * i + j]), b = pair(Element(), two[j]);
+      sum = add_product(add_product(sum, a.x, b.x), a.y, b.y);
+    }
   }
-  return sum;
+}
+// Row lane % 4 of the four rows' sums over the 8 threads that share them.
+__device__ __forceinline__ float row_sum(const void *sums) {
+  const float *from = static_cast<const float *>(sums);
+  const int row = threadIdx.x % 4;
+  float mine = 0.f;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    float sum = from[r];
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, sum, lanes);
+      asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(other));
+    }
+    if (row == r) mine = sum;
+  }
+  return mine;
+}
+// The values of a row, which stand 64 rows apart.
+__device__ __forceinline__ void store_stats(const void *to, float lse, float weight, float rest) {
+  float *row = static_cast<float *>(const_cast<void *>(to));
+  row[0] = lse;
+  row[64] = weight;
+  row[128] = rest;
 }
 }  // namespace sparse_mla
 """
+# Its elements.
+ELEMENT = {"bfloat16": "__nv_bfloat16", "float16": "__half"}

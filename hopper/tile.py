@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from .plan import BLOCK_K, ROWS, WARPGROUP
+from .plan import BLOCK_K, ITEM, ROWS, WARPGROUP
 
 VECTOR = 8  # elements of a 16-byte copy
 STEP = 64  # columns that the 8 threads of a row copy at a time
@@ -85,20 +85,35 @@ def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
 
 
 @T.macro
-def load_rows(X, X_s, first, b, t, head_0, heads, tokens, left, r0, c0, columns):
-    """The rows of a tile whose first token is t into rows of X_s from `first` on.
+def find_tile(place, cta, B, G, L, tiles_per_group):
+    """`place [4]`: tile of heads, group, tile along the sequence and batch entry of a CTA of `B L G tiles_per_group`.
 
-    A row that does not exist becomes zero and is not read.
+    A division costs a hundred clocks before the first copy: those by 1 are left out.
     """
+    place[0] = 0
+    place[1] = 0
+    place[2] = cta
+    place[3] = 0
+    if tiles_per_group != 1:
+        place[0] = T.truncmod(place[2], tiles_per_group)
+        place[2] = T.truncdiv(place[2], tiles_per_group)
+    if G != 1:
+        place[1] = T.truncmod(place[2], T.cast(G, "int32"))
+        place[2] = T.truncdiv(place[2], T.cast(G, "int32"))
+    if B != 1:
+        place[3] = T.truncdiv(place[2], T.cast(L, "int32"))
+        place[2] = T.truncmod(place[2], T.cast(L, "int32"))
+
+
+@T.macro
+def find_rows(at, there, X, b, t, head_0, heads, tokens, left, r0, c0):
+    """Addresses of a thread's rows of the tile whose first token is t, and which exist; of row 0 for what does not."""
+    first = T.alloc_var("int64")
+    first = T.call_extern("int64", "sparse_mla::kept", T.address_of(X[b, t, head_0, c0]))
     for r in T.unroll(PASSES):
-        for u in T.unroll(columns // STEP):
-            token, head = if_exists(r * 16 + r0, tokens, heads, left)
-            T.ptx_cp_async(
-                T.access_ptr(X_s[first + r * 16 + r0, u * STEP + c0], "w", VECTOR),
-                T.access_ptr(X[b, t + token, head_0 + head, u * STEP + c0], "r", VECTOR),
-                VECTOR,
-                predicate=exists(r * 16 + r0, tokens, heads, left),
-            )
+        token, head = if_exists(r * 16 + r0, tokens, heads, left)
+        there[r] = T.cast(exists(r * 16 + r0, tokens, heads, left), "int32")
+        at[r] = first + (token * X.strides[1] + head * X.strides[2]) * ITEM
 
 
 @T.macro
