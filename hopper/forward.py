@@ -172,15 +172,20 @@ def build(plan: Plan) -> PrimFunc:
                 "handle", f"sparse_mla::mask_tokens<{TOKENS}>", s.data, T.access_ptr(slots[block, 0], "r", BLOCK_K)
             )
 
+    def row_of_max(maxima, thread):
+        row = thread // 32 * 16 + thread % 32 // 4
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(maxima[row]))
+
+    def corner_of_p(P_s, block, thread):
+        row, column = thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
+
     @T.macro
-    def hand_over(p, P_s, block, thread, ready):
+    def hand_over(p, p_at, block, ready):
         # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
         if TAIL:
             T.sync_threads(3 + block, WARPGROUP)
-        T.call_extern(
-            "handle", "sparse_mla::store_operand", p.data,
-            T.address_of(P_s[block, thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8]),
-        )  # fmt: skip
+        T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
 
@@ -373,6 +378,10 @@ def build(plan: Plan) -> PrimFunc:
                 l_i_0 = T.alloc_fragment([ROWS], fp32)
                 sink_0 = T.alloc_fragment([ROWS], fp32)
                 valid_0 = T.alloc_local([4], "int32")
+                max_0_at = T.alloc_var("uint32")
+                p_0_at = T.alloc_var("uint32")
+                max_0_at = row_of_max(max_0, tx)
+                p_0_at = corner_of_p(P_s, 0, tx)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -404,14 +413,14 @@ def build(plan: Plan) -> PrimFunc:
                         T.reduce_max(s_0, m_0, dim=1, clear=True)
                         for h in T.Parallel(ROWS):
                             m_0[h] = next_max(m_prev_0[h], m_0[h], scale_log2)
-                        T.copy(m_0, max_0)
+                        T.call_extern("handle", "sparse_mla::say_rows", m_0.data, max_0_at)
                         T.barrier_arrive(max_0_ready)
                         for h in T.Parallel(ROWS):
                             scale_0[h] = T.exp2((m_prev_0[h] - m_0[h]) * scale_log2)
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                         T.copy(s_0, p_0)
-                        hand_over(p_0, P_s, 0, tx, p_0_ready)
+                        hand_over(p_0, p_0_at, 0, p_0_ready)
                         add_sums(s_0, l_0, scale_0)
                         rescale(o_l, scale_0)
                         T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
@@ -468,6 +477,10 @@ def build(plan: Plan) -> PrimFunc:
                 l_i_1 = T.alloc_fragment([ROWS], fp32)
                 sink_1 = T.alloc_fragment([ROWS], fp32)
                 valid_1 = T.alloc_local([4], "int32")
+                max_1_at = T.alloc_var("uint32")
+                p_1_at = T.alloc_var("uint32")
+                max_1_at = row_of_max(max_1, tx - WARPGROUP)
+                p_1_at = corner_of_p(P_s, 1, tx - WARPGROUP)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -508,14 +521,14 @@ def build(plan: Plan) -> PrimFunc:
                         T.copy(m_both_1, m_prev_1)
                         for h in T.Parallel(ROWS):
                             m_both_1[h] = next_max(m_both_1[h], m_1[h], scale_log2)
-                        T.copy(m_both_1, max_1)
+                        T.call_extern("handle", "sparse_mla::say_rows", m_both_1.data, max_1_at)
                         T.barrier_arrive(max_1_ready)
                         for h in T.Parallel(ROWS):
                             scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
                         T.copy(s_1, p_1)
-                        hand_over(p_1, P_s, 1, tx - WARPGROUP, p_1_ready)
+                        hand_over(p_1, p_1_at, 1, p_1_ready)
                         add_sums(s_1, l_1, scale_1)
                         T.wait_wgmma(0)
                         T.barrier_arrive(right_free[0])

@@ -369,6 +369,12 @@ __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, co
   l[0] = l[0] * s[0] + (part[0] + part[1]);
   l[1] = l[1] * s[1] + (part[2] + part[3]);
 }
+// A value a row from a warpgroup's lanes to shared memory; `at`: address of the thread's row.
+__device__ __forceinline__ void say_rows(const void *values, unsigned at) {
+  const float *v = static_cast<const float *>(values);
+  if (threadIdx.x % 4 == 0)
+    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+32], %2;" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
+}
 // The sums of the four lanes that share a row.
 __device__ __forceinline__ void quad_sums(void *sums) {
   float *l = static_cast<float *>(sums);
@@ -445,15 +451,22 @@ __device__ __forceinline__ void load_valid(void *words, const void *shared, int 
 OPERAND = r"""
 namespace sparse_mla {
 // A warpgroup's [64 x 64] operand of 16-bit elements (layout of an A operand in registers) to shared memory, swizzled
-// by 128 bytes. `to`: swizzled address of row 16 warp + lane % 16, column 8 (lane / 16).
-__device__ __forceinline__ void store_operand(const void *operand, const void *to) {
+// by 128 bytes. `shared`: swizzled address of row 16 warp + lane % 16, column 8 (lane / 16).
+__device__ __forceinline__ void store_operand(const void *operand, unsigned shared) {
   const unsigned *p = static_cast<const unsigned *>(operand);
-  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared ^ 32 * i),
                  "r"(p[4 * i]), "r"(p[4 * i + 1]), "r"(p[4 * i + 2]), "r"(p[4 * i + 3])
                  : "memory");
+}
+__device__ __forceinline__ void store_operand(const void *operand, const void *to) {
+  store_operand(operand, static_cast<unsigned>(__cvta_generic_to_shared(to)));
+}
+// An address in shared memory that stays in its register: as the result of a shuffle it is not computed anew in every
+// round of a loop, on the way from one warpgroup to the other.
+__device__ __forceinline__ unsigned kept_shared(const void *address) {
+  return __shfl_sync(0xffffffffu, static_cast<unsigned>(__cvta_generic_to_shared(address)), threadIdx.x % 32);
 }
 }  // namespace sparse_mla
 """
