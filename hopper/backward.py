@@ -429,18 +429,24 @@ def build(plan: Plan) -> PrimFunc:
                     T.cp_async_barrier_noinc(dout_ready)
                     load_q(0, QdO_s, r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
-                    if LOOKS_AHEAD:
-                        T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
-                    gather_first(
-                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal,
-                        ok, kv_ready, rows_ready,
-                    )  # fmt: skip
+                    if TOKENS > 1:
+                        gather_first(
+                            0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                            goal, ok, kv_ready, rows_ready,
+                        )  # fmt: skip
+                    else:
+                        gather(0, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(1, QdO_s, r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(2, QdO_s, r0, c0, q_at, there)
                     gather(2, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(3, QdO_s, r0, c0, q_at, there)
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
+                    if TOKENS == 1:
+                        if LOOKS_AHEAD:
+                            T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
+                        say_rows(0, slot_row, slot_to, rows, goal, lane, r0)
+                        T.barrier_arrive(rows_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
                 # Iteration i finishes block i and gathers the next.
