@@ -39,7 +39,7 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
-sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of twelve kernels (about 50 CPU minutes)
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of fourteen kernels (about 50 CPU minutes)
 	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand

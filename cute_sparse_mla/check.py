@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import statistics
 import sys
@@ -22,6 +23,8 @@ from .text_rows import UNION_K, UNION_RANGES, Indexer, TextRows
 # The reference on a CPU runs a part of the text's queries over all of its rows; a GPU runs a training-size call.
 DEFAULT_TOKENS = {"cpu": 128, "cuda": 4096}
 REPEATS = {"cpu": 3, "cuda": 20}
+# After so many seconds a pass is not run again, unless --repeats asks for it: on a busy CPU one takes minutes.
+ENOUGH = 20.0
 
 
 class Progress:
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=arguments.count, help="queries: the last so many tokens (default 128 on a CPU, else 4096)"
     )
     parser.add_argument("--rows", metavar="FILE", help="indexer tensors made by bench.make_rows (default: the sample)")
-    parser.add_argument("--repeats", type=arguments.count, help="timed runs (default 3 on a CPU, else 20)")
+    parser.add_argument("--repeats", type=arguments.count, help="timed runs (default 3 on a CPU, else 20, for 20 s)")
     parser.add_argument("--seed", type=arguments.seed, help="seed of q, kv and dout (default: a fresh one)")
 
 
@@ -108,7 +111,8 @@ def main(args: argparse.Namespace) -> int:
     checks += judge.gradient_checks(*got)
     progress.step("time")
     repeats = args.repeats or REPEATS.get(device.type, REPEATS["cuda"])
-    timings = time_passes(inputs, got, args.backend, repeats, explained)
+    enough = math.inf if args.repeats else ENOUGH
+    timings = time_passes(inputs, got, args.backend, repeats, explained, enough)
     progress.close()
     _print_head(model, inputs, explained, device, seed)
     overlap_ok = _print_overlap(every_row, model, indexer)
@@ -135,9 +139,14 @@ def _forward_options(inputs: Inputs) -> dict:
 
 
 def time_passes(
-    inputs: Inputs, got: Results, backend: str | None, repeats: int, explained: api.Explanation
+    inputs: Inputs,
+    got: Results,
+    backend: str | None,
+    repeats: int,
+    explained: api.Explanation,
+    enough: float = math.inf,
 ) -> list[Timing]:
-    """Median time of forward and backward, each warm."""
+    """Median time of forward and backward, each warm; of fewer runs where these take more than `enough` seconds."""
     problem = explained.problem
     if problem is None:
         return []
@@ -159,14 +168,14 @@ def time_passes(
     ]
     timings = []
     for name, call, flops, size in passes:
-        times = _milliseconds(call, repeats, inputs.q.device)
+        times = _milliseconds(call, repeats, inputs.q.device, enough)
         timings.append(Timing(name, statistics.median(times), min(times), max(times), flops, size))
     return timings
 
 
-def _milliseconds(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    times = []
-    for _ in range(repeats):
+def _milliseconds(call: Callable[[], object], repeats: int, device: torch.device, enough: float) -> list[float]:
+    times: list[float] = []
+    while len(times) < repeats and sum(times) <= enough * 1e3:
         if device.type == "cuda":
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

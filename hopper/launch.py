@@ -70,6 +70,8 @@ COSTS = GroupCosts(
 # rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
 # forward some of its time, and those for a backward alone may be longer than a forward could bear.
 NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
+# Shared memory of the CTAs of a multiprocessor that begin their lists before the device has decided about them.
+EARLY_BYTES = 196_608
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
@@ -294,7 +296,8 @@ def _lists(
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
-        tiles.start, sampled, most, problem.S_kv, *flags,
+        tiles.start, sampled, most, env.multiprocessors(device) * max(1, EARLY_BYTES // plan.size), problem.S_kv,
+        *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
 

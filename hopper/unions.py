@@ -12,7 +12,8 @@ lowest row beyond its range, where the next begins. No other memory is used and 
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
 the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are
-at most `per_mille` of the second, and makes no lists where they are not. The main kernels read `chosen`.
+at most `per_mille` of the second, and makes no lists where they are not. The main kernels read `chosen`. `build` begins
+beside `build_samples` (a programmatic dependent launch): its first CTAs have set their bits when the samples are there.
 
 One token a tile is allowed: its list is then its row in rising order, without the invalid slots, and `bits` is left
 alone.
@@ -96,10 +97,16 @@ __device__ __forceinline__ int pays(const void *samples, int count, int per_mill
   for (int step = 16; step > 0; step /= 2) margin += __shfl_xor_sync(~0u, margin, step);
   return margin >= 0;
 }
+// The same once the samples are there.
+__device__ __forceinline__ int decide(const void *samples, int count, int per_mille) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  return pays(samples, count, per_mille);
+}
 template <typename Index, int Tokens, int Threads, int Span, int Width>
-__device__ __forceinline__ void build_union(const void *list, long long token_stride, long long slot_stride,
-                                            const int *lengths, const int *limits, int S_kv, int capacity, void *masks,
-                                            int *state, void *rows_out, void *bits_out, void *length_out) {
+__device__ __forceinline__ int build_union(const void *list, long long token_stride, long long slot_stride,
+                                           const int *lengths, const int *limits, int S_kv, int capacity,
+                                           const void *samples, int sampled, int per_mille, bool late, void *masks,
+                                           int *state, void *rows_out, void *bits_out, void *length_out) {
   constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Width, PerVector = 4 * PerWord;
   const Index *indices = static_cast<const Index *>(list);
   unsigned *words = static_cast<unsigned *>(masks);
@@ -108,6 +115,11 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
   int *next_row = state, *repeats = state + 1, *counts = state + 2;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   int longest = 0, total = 0;
+  bool decided = sampled == 0;
+  if (late && !decided) {
+    if (!decide(samples, sampled, per_mille)) return 0;
+    decided = true;
+  }
 #pragma unroll
   for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
   if (thread == 0) *repeats = 0;
@@ -143,6 +155,8 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
     }
     if (S_kv - start > Span && beyond != None) atomicMin(next_row, beyond);
     __syncthreads();
+    if (!decided && !decide(samples, sampled, per_mille)) return 0;
+    decided = true;
 
     // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
     const int stretch = (filled + Warps - 1) / Warps;
@@ -229,6 +243,7 @@ __device__ __forceinline__ void build_union(const void *list, long long token_st
       __syncthreads();
     }
   if (thread == 0) *static_cast<int *>(length_out) = total + extra;
+  return 1;
 }
 }  // namespace sparse_mla
 """
@@ -264,7 +279,8 @@ def build(plan: UnionPlan) -> PrimFunc:
     """The lists for `plan`; shapes, strides and flags are run-time values. `C` is tokens K.
 
     The lists are those of the L tiles from `tile_0`. With `samples` above 0 that many of `Samples` decide whether they
-    are made, which `Chosen` says; else they are. Nothing runs where `Gate` says other than `wanted`, if not negative.
+    are made, which `Chosen` says, and CTAs below `early` set their bits first; else they are. Nothing runs where
+    `Gate` says other than `wanted`, if not negative.
     """
     tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
     B, S, L, G, K, C, N = (T.dynamic(n, i64) for n in ("B", "S", "L", "G", "K", "C", "N"))
@@ -288,6 +304,7 @@ def build(plan: UnionPlan) -> PrimFunc:
         tile_0: T.int32,
         samples: T.int32,
         per_mille: T.int32,
+        early: T.int32,
         S_kv: T.int32,
         causal: T.int32,
         has_length: T.int32,
@@ -297,6 +314,8 @@ def build(plan: UnionPlan) -> PrimFunc:
             T.import_source(LEAVE + UNION)
             if plan.threads in BLOCKS:
                 T.annotate_min_blocks_per_sm(BLOCKS[plan.threads])
+            if samples == 0:
+                T.pdl_sync()
             leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([STATE], i32, scope="shared")
@@ -304,11 +323,6 @@ def build(plan: UnionPlan) -> PrimFunc:
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
             chosen = T.alloc_var(i32)
-            chosen = 1
-            if samples > 0:
-                chosen = T.call_extern(i32, "sparse_mla::pays", T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille)
-            if (bx == 0) & (tx == 0):
-                Chosen[0] = chosen
             g = T.alloc_var(i64)
             ti = T.alloc_var(i64)
             b = T.alloc_var(i64)
@@ -316,20 +330,22 @@ def build(plan: UnionPlan) -> PrimFunc:
             ti = T.truncdiv(T.cast(bx, i64), G)
             b = T.truncdiv(ti, L)
             ti = T.truncmod(ti, L)
-            if chosen != 0:
-                first = T.alloc_var(i64)
-                first = (tile_0 + ti) * tokens
-                say_bounds(
-                    lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv,
-                    causal, has_length, has_positions,
-                )  # fmt: skip
-                T.call_extern(
-                    "handle", function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
-                    T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
-                    T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
-                    T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
-                    T.access_ptr(Lengths[b, ti, g], "w", 1),
-                )  # fmt: skip
+            first = T.alloc_var(i64)
+            first = (tile_0 + ti) * tokens
+            say_bounds(
+                lengths, limits, TopkLength, QPositions, tx, tokens, b, first, S, K, S_kv,
+                causal, has_length, has_positions,
+            )  # fmt: skip
+            chosen = T.call_extern(
+                i32, function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
+                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
+                T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille, bx >= early,
+                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
+                T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
+                T.access_ptr(Lengths[b, ti, g], "w", 1),
+            )  # fmt: skip
+            if (bx == 0) & (tx == 0):
+                Chosen[0] = chosen
 
     return sparse_mla_unions
 
@@ -357,6 +373,7 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(N, i32), threads=plan.threads) as bx:
             T.import_source(UNION)
+            T.pdl_trigger()
             masks = T.alloc_shared([plan.words], "uint32")
             state = T.alloc_shared([2], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,14 @@ import torch
 from cute_sparse_mla.examples import train_dsa
 
 SMALL = ("--steps", "4", "--warmup", "2", "--batch", "2", "--context", "12", "--topk", "4", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The example takes one thread; other tests keep theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def test_training_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

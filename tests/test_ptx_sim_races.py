@@ -660,6 +660,16 @@ def test_committed_mutants_of_the_sm100_kernels() -> None:
         assert not record["wrong without the redundant"], name
 
 
+def test_committed_mutants_of_the_hopper_kernels() -> None:
+    """TileLang writes what is not reported, and it orders nothing."""
+    results = {n: r for n, r in json.loads(race_commands.RESULTS.read_text()).items() if n.startswith("hopper-")}
+    assert any(n.startswith("hopper-h64-d576-deterministic 005") for n in results)
+    for name, record in results.items():
+        assert record["reported"] >= 0.89 * record["sites"], name
+        assert record["reported"] + record["redundant"] == record["sites"], name
+        assert not record["wrong without the redundant"], name
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     launch(broken(CTA["bar.sync"][1], 0), {}, shared=LARGE, block=64).save(tmp_path / "bad" / "000")
     launch(broken(CTA["bar.sync"][1], -1), {}, shared=LARGE, block=64).save(tmp_path / "good" / "000")

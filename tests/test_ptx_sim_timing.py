@@ -83,6 +83,26 @@ def test_replay_does_not_depend_on_the_order_of_the_recording() -> None:
     assert producer_consumer(100, 20, 50, policy=Delay(1)) == producer_consumer(100, 20, 50)
 
 
+def test_exchanges_between_lanes_overlap() -> None:
+    """Independent shuffles cost their issue, dependent ones their latency; behind a label nothing moves up."""
+
+    def clocks(*body: str) -> float:
+        code = "mov.u32 %r0, %tid.x; mov.b32 %r1, %r0; mov.b32 %r2, %r0; mov.b32 %r3, %r0; mov.b32 %r4, %r0;"
+        return replay(record(launch(code + "".join(body), {})), CHIP, MEMORY).clocks
+
+    def exchange(to: int, source: int) -> str:
+        return f"shfl.sync.bfly.b32 %r{to}, %r{source}, {to}, 31, -1;\n"
+
+    latency, issue = CHIP.latency["shuffle"], rates.OCCUPANCY["shuffle"].value
+    one = clocks(exchange(1, 0), "xor.b32 %r5, %r1, 1;")
+    four = clocks(*(exchange(to, 0) for to in (1, 2, 3, 4)), "xor.b32 %r5, %r1, %r4;")
+    chain = clocks(*(exchange(to, to - 1) for to in (1, 2, 3, 4)), "xor.b32 %r5, %r4, 1;")
+    assert four - one == pytest.approx(3 * issue)
+    assert chain - one == pytest.approx(3 * latency)
+    labels = clocks(*(f"L{to}: {exchange(to, 0)} xor.b32 %r5, %r{to}, 1;" for to in (1, 2, 3, 4)))
+    assert labels - one >= 2 * latency
+
+
 def hand_made(streams: list[list[tuple]], ops: list[Op]) -> Trace:
     """A trace without code: signals, waits and operations only. Operations of warp w are issued at its start."""
     trace = Trace(Launch("", "kernel", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, b""), [], "sm_90a", 1)

@@ -250,7 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=arguments.seed, default=s.seed)
     parser.add_argument("--device", type=arguments.device, help="default: cuda where there is one, else cpu")
     parser.add_argument("--svg", type=Path, default=Path("train_dsa.svg"), help="picture of the loss curves")
+    parser.add_argument(
+        "--threads", type=arguments.count, default=1,
+        help="of a CPU (default 1: the tensors are small, and on shared cores threads wait for one another)",
+    )  # fmt: skip
     given = vars(parser.parse_args(argv))
+    torch.set_num_threads(given.pop("threads"))
     device, svg = given.pop("device") or arguments.default_device(), given.pop("svg")
     s = Settings(**given)
     if s.steps <= s.warmup:
