@@ -7,8 +7,8 @@
 -> `dq [B, S, H, D]` and adds into fp32 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and
 dS are the left operands of dkv as they stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of
 whole 128-byte lines, to which the lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero
-and is added to a valid row nearby, so that adds need no predicate. With several tokens a tile's slots are the union of
-their rows, as in `forward.py`, and a row of kv is added to once for all of them.
+and is added to a row that is valid elsewhere in the list (`ptx.DKV_STREAM`), so that adds need no predicate. With
+several tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
 the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
@@ -385,7 +385,7 @@ def build(plan: Plan) -> PrimFunc:
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
-            # Does: loads q, dout; gathers KV; dq of columns 256..511. Produces: kv_ready, rows_ready, ds_free.
+            # Does: loads dout, q; gathers KV; dq of columns 256..511. Produces: dout_ready, kv_ready, rows_ready, ds_free.
             # Consumes: kv_free, tail_free, ds_ready.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(COPY_REGISTERS, 0)
@@ -473,7 +473,7 @@ def build(plan: Plan) -> PrimFunc:
                 leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
-            # Consumes: kv_ready, rows_ready, ds_free, p_free.
+            # Consumes: kv_ready, rows_ready, stats_ready, ds_free, p_free.
             elif tx < WARPGROUP:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
@@ -530,7 +530,8 @@ def build(plan: Plan) -> PrimFunc:
                 leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
                 leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
 
-            # Does: stores dS and P; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
+            # Does: row values; stores dS and P; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Consumes: dout_ready, ds_ready, p_ready.
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_f = tx - WARPGROUP
@@ -549,7 +550,8 @@ def build(plan: Plan) -> PrimFunc:
                 if TAIL:
                     leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D)
 
-            # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
+            # Does: row values; dkv; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Consumes: dout_ready, ds_ready, p_ready.
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
@@ -588,7 +590,7 @@ def build(plan: Plan) -> PrimFunc:
                     if not TAIL:
                         T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
-                    # ptxas makes a branch of every predicated add: they are for blocks half of which is invalid.
+                    # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
                     if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
                         stream(
                             "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
