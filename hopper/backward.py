@@ -385,8 +385,8 @@ def build(plan: Plan) -> PrimFunc:
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
-            # Does: loads dout, q; gathers KV; dq of columns 256..511. Produces: dout_ready, kv_ready, rows_ready, ds_free.
-            # Consumes: kv_free, tail_free, ds_ready.
+            # Does: loads dout, q; gathers KV; dq of columns 256..511. Consumes: kv_free, tail_free, ds_ready.
+            # Produces: dout_ready, kv_ready, rows_ready, ds_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(COPY_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
