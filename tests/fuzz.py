@@ -384,11 +384,13 @@ def cancelled_gradients(
     return compare_rows(name, without, oracle, budgets[0]).ok
 
 
-def modelled_dq(i: Inputs, valid: Tensor, out: Tensor, lse: Tensor, wanted: Tensor, tensor_cores: bool) -> Tensor:
+def modelled_dq(
+    i: Inputs, valid: Tensor, out: Tensor, lse: Tensor, wanted: Tensor, tensor_cores: bool, lanes: int = 8
+) -> Tensor:
     """The `wanted [B, S, H]` (or packed) rows of dq from given `out` and `lse`, as a Hopper backward computes them.
 
     In float64, rounded where the kernel rounds to the input dtype; 0 elsewhere. With `tensor_cores` scores and dP are
-    their sums, and Delta and its product with w those of `hopper/preprocess.py`.
+    their sums, and Delta and its product with w those of `hopper/row_stats.py`, where so many `lanes` add a Delta.
     """
     dq = torch.zeros(i.q.shape, dtype=torch.float64, device=i.q.device)
     packed = i.q.dim() == 3
@@ -409,7 +411,7 @@ def modelled_dq(i: Inputs, valid: Tensor, out: Tensor, lse: Tensor, wanted: Tens
         h = of_group[wanted[b, t, of_group]]
         row_lse = lse[b, t, h].double()
         given, output = dout[b, t, h].double(), out[b, t, h].double()
-        delta = _delta(given, output) if tensor_cores else (given * output).sum(dim=-1)
+        delta = _delta(given, output, lanes) if tensor_cores else (given * output).sum(dim=-1)
         w = torch.ones_like(row_lse)
         if i.attn_sink is not None:
             w = torch.sigmoid(row_lse - i.attn_sink[h].double())
@@ -424,12 +426,12 @@ def modelled_dq(i: Inputs, valid: Tensor, out: Tensor, lse: Tensor, wanted: Tens
     return dq
 
 
-def _delta(a: Tensor, b: Tensor) -> Tensor:
-    """Sums `[h]` of `a b [h, 512]`, as a warp adds them: 16 products a lane, then lanes in pairs."""
-    lanes = (a * b).view(-1, 2, 32, 8).transpose(1, 2).flatten(2)
-    sums = torch.zeros_like(lanes[..., 0])
-    for n in range(lanes.shape[-1]):
-        sums = (sums + lanes[..., n]).float().double()
+def _delta(a: Tensor, b: Tensor, lanes: int) -> Tensor:
+    """Sums `[h]` of `a b [h, 512]`: each lane adds 8 of every `8 lanes` products, then lanes add in pairs."""
+    own = (a * b).unflatten(-1, (-1, lanes, 8)).transpose(1, 2).flatten(2)
+    sums = torch.zeros_like(own[..., 0])
+    for n in range(own.shape[-1]):
+        sums = (sums + own[..., n]).float().double()
     while sums.shape[-1] > 1:
         sums = sum(sums.chunk(2, dim=-1)).float().double()
     return sums[..., 0]

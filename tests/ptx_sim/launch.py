@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def parsed(text: str) -> Module:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.rstrip("\0").encode()).hexdigest()
+    """The sha256 of a PTX text without its debug sections and the names of source files: nvcc's are temporary."""
+    code = text.rstrip("\0").partition("\t.section\t.debug")[0]
+    return hashlib.sha256(re.sub(r"(?m)^\t\.file\t.*\n", "", code).encode()).hexdigest()
 
 
 @dataclass
