@@ -409,6 +409,12 @@ def build(plan: Plan) -> PrimFunc:
                     goal[r] = -1
                 source = T.alloc_local([PASSES], i64)
                 load_slots(found, Indices, b, ti, g, r0, length)
+                if LOOKS_AHEAD:
+                    ahead = T.alloc_local([2 * PASSES], idx_t)
+                    T.call_extern(
+                        "handle", f"sparse_mla::look_ahead<{INDEX}>", ahead.data, T.address_of(Indices[b, ti, g, 0]),
+                        ik * INDEX_BYTES, r0, length,
+                    )  # fmt: skip
                 if blocks > 0:
                     # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
                     there = T.alloc_local([PASSES], "int32")
@@ -438,10 +444,7 @@ def build(plan: Plan) -> PrimFunc:
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
                     if TOKENS == 1:
                         if LOOKS_AHEAD:
-                            T.call_extern(
-                                "handle", f"sparse_mla::look_ahead<{INDEX}>", goal.data, rows.data,
-                                T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES, r0, length, limit,
-                            )  # fmt: skip
+                            T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
                         say_rows(0, slot_row, slot_to, rows, goal, lane, r0)
                         T.barrier_arrive(rows_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)

@@ -124,32 +124,31 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
-// If some of a warp's 16 slots, `rows`, are invalid, of each of a thread's four places, 16 apart from `slot`, which 8
-// lanes share, a row of the 16 blocks after the first, or -1. The rest as in `load_slots` and `place_rows`.
+// Entries, if they are rows below `limit`, that stand at a thread's four places, 16 apart from `slot`, in two of the 16
+// blocks after the first, each lane of the 8 that share the places in others; as in `load_slots`.
 template <typename Index>
-__device__ __forceinline__ void look_ahead(void *found, const void *rows, const void *list, long long stride, int slot,
-                                           int length, long long limit) {
-  const int *row = static_cast<const int *>(rows);
-  if (__all_sync(0xffffffffu, (row[0] | row[1] | row[2] | row[3]) >= 0)) return;
+__device__ __forceinline__ void look_ahead(void *found, const void *list, long long stride, int slot, int length) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int at = slot + 16 * (i / 2) + 64 * (1 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 8);
+    const char *from = static_cast<const char *>(list) + at * stride;
+    static_cast<Index *>(found)[i] = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
+  }
+}
+// Of each place a row that one of the lanes found, or -1.
+template <typename Index> __device__ __forceinline__ void share_ahead(void *rows, const void *found, long long limit) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    int ahead = -1;
+    int row = -1;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const int at = slot + 16 * r + 64 * (1 + 8 * n + static_cast<int>(threadIdx.x) % 8);
-      const char *from = static_cast<const char *>(list) + at * stride;
-      const Index entry = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
-      ahead = entry >= 0 && entry < limit ? static_cast<int>(entry) : ahead;
+      const Index entry = static_cast<const Index *>(found)[2 * r + n];
+      row = entry >= 0 && entry < limit ? static_cast<int>(entry) : row;
     }
-    static_cast<int *>(found)[r] = ahead;
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) row = max(row, __shfl_xor_sync(0xffffffffu, row, lanes));
+    static_cast<int *>(rows)[r] = row;
   }
-#pragma unroll
-  for (int r = 0; r < 4; ++r)
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) {
-      int &mine = static_cast<int *>(found)[r];
-      mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, lanes));
-    }
 }
 // Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
 // negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before (at
