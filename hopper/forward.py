@@ -1,4 +1,4 @@
-"""Forward of sparse MLA: one CTA per (token, group, tile of 64 heads), or per tile of several tokens with few heads.
+"""Forward of sparse MLA: a tile per (token, group, 64 heads), or of several tokens with few heads.
 
     s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
 
@@ -22,6 +22,11 @@ over in the tail columns of its own buffer, where there is a tail):
                               S0 of the next pair               frees right_free[1]
                               frees left_free[1]
 
+A CTA goes over the tiles `bx`, `bx + ctas`, ...; where `ctas` is the number of tiles it has one. At the end of a tile
+the copy warpgroup runs ahead: q of the next one follows the last scores, block 0 the last products but one, while out
+leaves through block 1's buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks
+q and list into the L2 before the last pair. q comes in two halves, since the scores of L need its first alone.
+
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
 do those of rows whose token did not select the slot. m is a running maximum that only grows by more than `SLACK`: most
@@ -36,7 +41,7 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from .plan import (
-    BLOCK_K, D_V, HALF, ITEM, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
+    BLOCK_K, D_V, HALF, ITEM, LINE, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
@@ -78,6 +83,42 @@ def build(plan: Plan) -> PrimFunc:
     mb, ms, mg, mk = (T.dynamic(n, "int64") for n in ("m_b", "m_s", "m_g", "m_k"))
     tb, ts, tg, pb, ps, sh = (T.dynamic(n, "int64") for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
 
+    def tile_of(n, tiles):
+        return n if TOKENS == 1 else tiles - 1 - n
+
+    @T.macro
+    def place(at, n, tiles_per_group):
+        # Batch entry, tile along the sequence, group and tile of heads of tile n. A division costs a hundred clocks
+        # before a tile's first copy: those by 1 are left out.
+        at[0] = 0
+        at[1] = n
+        at[2] = 0
+        at[3] = 0
+        if tiles_per_group != 1:
+            at[3] = T.truncmod(at[1], tiles_per_group)
+            at[1] = T.truncdiv(at[1], tiles_per_group)
+        if G != 1:
+            at[2] = T.truncmod(at[1], T.cast(G, "int32"))
+            at[1] = T.truncdiv(at[1], T.cast(G, "int32"))
+        if B != 1:
+            at[0] = T.truncdiv(at[1], T.cast(L, "int32"))
+            at[1] = T.truncmod(at[1], T.cast(L, "int32"))
+
+    def extent(at, heads_per_group):
+        # Batch entry, tile along the sequence, group, first token and head, and how many heads and tokens there are.
+        b, ti, g = (T.cast(at[n], i64) for n in range(3))
+        heads, left = heads_per_group - at[3] * ROWS, S - ti * TOKENS
+        head_0 = g * heads_per_group + at[3] * ROWS
+        return b, ti, g, ti * TOKENS, head_0, T.min(heads, ROWS), T.cast(T.min(left, T.cast(TOKENS, i64)), "int32")
+
+    def length_of(Lengths, at):
+        b, ti, g = (T.cast(at[n], i64) for n in range(3))
+        return T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
+
+    def pairs_of(length):
+        # A list without slots has a pair too, of none but invalid ones.
+        return T.max(1, T.ceildiv(length, 2 * BLOCK_K))
+
     @T.macro
     def load_slots(found, Indices, b, ti, g, slot, length):
         # Entries of a thread's eight slots of a pair.
@@ -93,6 +134,23 @@ def build(plan: Plan) -> PrimFunc:
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
             T.address_of(KV_s[block, r0, first + c0]), rows.data, ok.data, block, first,
         )  # fmt: skip
+
+    @T.macro
+    def gather_q(Q_s, rows, ok, r0, c0, first, last):
+        # Columns [first, last) of q; rows that do not exist become zero.
+        T.call_extern(
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, 0, first,
+        )  # fmt: skip
+
+    @T.macro
+    def ask_for_tile(q_rows, Indices, b, ti, g, t, lane, length, ahead):
+        # q and list of tile ti, `ahead` tiles further on, into the L2; of a list as much as 128 threads ask for.
+        if (ahead != 0) & (t >= 0) & (t + TOKENS <= S):
+            T.call_extern("handle", f"sparse_mla::ask_for_rows<{D * ITEM}>", q_rows.data, ahead * TOKENS * qs * ITEM)
+            entry = lane * (LINE // INDEX_BYTES)
+            if entry < length:
+                T.call_extern("handle", "sparse_mla::ask_for", T.address_of(Indices[b, ti, g, entry]))
 
     @T.macro
     def say_valid(slots, ready, block, ok):
@@ -114,15 +172,20 @@ def build(plan: Plan) -> PrimFunc:
                 "handle", f"sparse_mla::mask_tokens<{TOKENS}>", s.data, T.access_ptr(slots[block, 0], "r", BLOCK_K)
             )
 
+    def row_of_max(maxima, thread):
+        row = thread // 32 * 16 + thread % 32 // 4
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(maxima[row]))
+
+    def corner_of_p(P_s, block, thread):
+        row, column = thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
+
     @T.macro
-    def hand_over(p, P_s, block, thread, ready):
+    def hand_over(p, p_at, block, ready):
         # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
         if TAIL:
             T.sync_threads(3 + block, WARPGROUP)
-        T.call_extern(
-            "handle", "sparse_mla::store_operand", p.data,
-            T.address_of(P_s[block, thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8]),
-        )  # fmt: skip
+        T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
 
@@ -130,6 +193,24 @@ def build(plan: Plan) -> PrimFunc:
     def add_sums(p, sums, scale):
         # sums = scale sums + the row sums of p, each lane over the columns it holds.
         T.call_extern("handle", "sparse_mla::add_sums", p.data, sums.data, scale.data)
+
+    @T.macro
+    def weigh(total, other, lse, maxima, mine, others, sink, sinks, sums_ready, scale_log2, phase):
+        # lse, and instead of the sums of exponentials sigmoid(lse - sink) / their sum over both warpgroups.
+        T.call_extern("handle", "sparse_mla::quad_sums", total.data)
+        T.copy(total, mine)
+        T.copy(sinks[phase, :], sink)
+        T.barrier_arrive(sums_ready)
+        T.barrier_wait(sums_ready, phase)
+        T.copy(others, other)
+        for h in T.Parallel(ROWS):
+            total[h] += other[h]
+        for h in T.Parallel(ROWS):
+            lse[h] = T.if_then_else(total[h] > 0, (T.log2(total[h]) + maxima[h] * scale_log2) * LN_2, -T.infinity(fp32))
+        for h in T.Parallel(ROWS):
+            total[h] = T.if_then_else(
+                total[h] > 0, T.call_extern(fp32, "sparse_mla::weight_over", total[h], lse[h] - sink[h]), 0.0
+            )
 
     @T.macro
     def rescale(o, scale):
@@ -154,8 +235,11 @@ def build(plan: Plan) -> PrimFunc:
         causal: T.int32,
         has_length: T.int32,
         has_positions: T.int32,
+        ctas: T.int32,
+        ahead: T.int32,
     ):
-        with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+        tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
+        with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
@@ -165,13 +249,14 @@ def build(plan: Plan) -> PrimFunc:
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_1 = T.alloc_shared([ROWS], fp32, scope="shared")
-            sinks = T.alloc_shared([ROWS], fp32, scope="shared")
+            sinks = T.alloc_shared([2, ROWS], fp32, scope="shared")
             if TAIL:  # noqa: SIM108
                 P_s = KV_s
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
 
             q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            q_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             slots_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
@@ -183,45 +268,16 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
+            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) - 1)
             tx = T.get_thread_binding()
-            tile = T.alloc_var("int32")
-            g = T.alloc_var("int64")
-            ti = T.alloc_var("int64")
-            t = T.alloc_var("int64")
-            b = T.alloc_var("int64")
-            head_0 = T.alloc_var("int64")
-            heads = T.alloc_var("int32")
-            # A division costs a hundred clocks before the first copy: those by 1 are left out.
-            rest = T.alloc_var("int32")
-            rest = bx
-            if TOKENS > 1:
-                rest = T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx
-            tile = 0
-            g = 0
-            b = 0
-            if tiles_per_group != 1:
-                tile = T.truncmod(rest, tiles_per_group)
-                rest = T.truncdiv(rest, tiles_per_group)
-            if G != 1:
-                g = T.cast(T.truncmod(rest, T.cast(G, "int32")), i64)
-                rest = T.truncdiv(rest, T.cast(G, "int32"))
-            if B != 1:
-                b = T.cast(T.truncdiv(rest, T.cast(L, "int32")), i64)
-                rest = T.truncmod(rest, T.cast(L, "int32"))
-            ti = T.cast(rest, i64)
-            t = ti * TOKENS
-            head_0 = g * heads_per_group + tile * ROWS
-            heads = T.min(heads_per_group - tile * ROWS, ROWS)
-            left = T.alloc_var("int32")
-            left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), "int32")
-
+            at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
-            length = T.cast(K, "int32")
-            if has_length != 0:
-                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
             pairs = T.alloc_var("int32")
-            pairs = T.ceildiv(length, 2 * BLOCK_K)
+            # Pairs before the present one, of all of the CTA's tiles.
+            step = T.alloc_var("int32")
+            step = 0
+            # Tiles of this CTA: lists of several tokens differ in length, and each has a CTA of its own.
+            mine = T.ceildiv(tiles - bx, T.min(tiles, ctas)) if TOKENS == 1 else 1
 
             # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:
@@ -230,70 +286,83 @@ def build(plan: Plan) -> PrimFunc:
                 r0 = lane // 8
                 c0 = lane % 8 * 8
                 limit = T.alloc_var("int64")
-                limit = S_kv
-                if causal != 0:
-                    if has_positions != 0:  # noqa: SIM108
-                        limit = T.min(S_kv, QPositions[b, t] + 1)
-                    else:
-                        limit = T.min(S_kv, t + S_kv - S + 1)
-
                 found = T.alloc_local([8], idx_t)
                 rows = T.alloc_local([8], "int64")
                 ok = T.alloc_local([8], "int32")
-                load_slots(found, Indices, b, ti, g, r0, length)
-                for j in T.unroll(PASSES):
-                    token, head = if_exists(j * 16 + r0, TOKENS, heads, left)
-                    ok[j] = T.cast(exists(j * 16 + r0, TOKENS, heads, left), "int32")
-                    rows[j] = T.call_extern(
-                        "int64", "sparse_mla::kept", T.address_of(Q[b, t + token, head_0 + head, c0])
-                    )
-                T.call_extern(
-                    "handle", f"sparse_mla::gather_rows<{D // STEP}>",
-                    T.address_of(Q_s[r0, c0]), rows.data, ok.data, 0, 0,
-                )  # fmt: skip
-                # Sinks too: a read from global memory would stand in the way of the last step.
-                if lane < ROWS:
-                    T.ptx_cp_async(
-                        T.access_ptr(sinks[lane], "w", 1),
-                        T.access_ptr(Sink[head_0 + if_exists(lane, TOKENS, heads, left)[1]], "r", 1),
-                        1,
-                    )
-                T.cp_async_barrier_noinc(q_ready)
+                q_rows = T.alloc_local([4], "int64")
+                q_ok = T.alloc_local([4], "int32")
+                for w in T.serial(mine):
+                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        length = length_of(Lengths, at)
+                    pairs = pairs_of(length)
+                    limit = S_kv
+                    if causal != 0:
+                        if has_positions != 0:
+                            limit = T.min(S_kv, QPositions[b, t] + 1)
+                        else:
+                            limit = T.min(S_kv, t + S_kv - S + 1)
 
-                for i in T.serial(pairs):
-                    T.call_extern(
-                        "handle", f"sparse_mla::place_rows<{INDEX}>", rows.data, ok.data, found.data,
-                        T.address_of(KV[b, 0, g, c0]), ks * ITEM, limit,
-                    )  # fmt: skip
-                    load_slots(found, Indices, b, ti, g, (i + 1) * 2 * BLOCK_K + r0, length)
+                    load_slots(found, Indices, b, ti, g, r0, length)
+                    for j in T.unroll(PASSES):
+                        token, head = if_exists(j * 16 + r0, TOKENS, heads, left)
+                        q_ok[j] = T.cast(exists(j * 16 + r0, TOKENS, heads, left), "int32")
+                        q_rows[j] = T.call_extern(
+                            "int64", "sparse_mla::kept", T.address_of(Q[b, t + token, head_0 + head, c0])
+                        )
+                    T.barrier_wait(q_free, (w & 1) ^ 1)
+                    gather_q(Q_s, q_rows, q_ok, r0, c0, 0, HALF)
+                    # A read of the sinks from global memory would stand in the way of the last step.
+                    if lane < ROWS:
+                        T.ptx_cp_async(
+                            T.access_ptr(sinks[w & 1, lane], "w", 1),
+                            T.access_ptr(Sink[head_0 + if_exists(lane, TOKENS, heads, left)[1]], "r", 1),
+                            1,
+                        )
 
-                    T.barrier_wait(left_free[0], (i & 1) ^ 1)
-                    if TOKENS > 1:
-                        load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
-                        T.cp_async_barrier_noinc(slots_ready[0])
-                    gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
-                    T.cp_async_barrier_noinc(left_ready[0])
-                    if TOKENS == 1:
-                        say_valid(slots, slots_ready, 0, ok)
+                    for i in T.serial(pairs):
+                        T.call_extern(
+                            "handle", f"sparse_mla::place_rows<{INDEX}>", rows.data, ok.data, found.data,
+                            T.address_of(KV[b, 0, g, c0]), ks * ITEM, limit,
+                        )  # fmt: skip
+                        load_slots(found, Indices, b, ti, g, (i + 1) * 2 * BLOCK_K + r0, length)
+                        if i + 1 == pairs:
+                            ask_for_tile(q_rows, Indices, b, ti + ahead, g, t + ahead * TOKENS, lane, length, ahead)
 
-                    T.barrier_wait(right_free[0], (i & 1) ^ 1)
-                    gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
-                    T.cp_async_barrier_noinc(right_ready[0])
+                        T.barrier_wait(left_free[0], (step & 1) ^ 1)
+                        if TOKENS > 1:
+                            load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
+                            T.cp_async_barrier_noinc(slots_ready[0])
+                        gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
+                        T.cp_async_barrier_noinc(left_ready[0])
+                        if i == 0:
+                            # The scores begin with L: what R needs comes after it.
+                            gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D)
+                            T.cp_async_barrier_noinc(q_ready)
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 0, ok)
 
-                    T.barrier_wait(right_free[1], (i & 1) ^ 1)
-                    if TOKENS > 1:
-                        load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
-                        T.cp_async_barrier_noinc(slots_ready[1])
-                    gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
-                    T.cp_async_barrier_noinc(right_ready[1])
-                    if TOKENS == 1:
-                        say_valid(slots, slots_ready, 1, ok)
+                        T.barrier_wait(right_free[0], (step & 1) ^ 1)
+                        gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
+                        T.cp_async_barrier_noinc(right_ready[0])
 
-                    T.barrier_wait(left_free[1], (i & 1) ^ 1)
-                    gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
-                    if TAIL:
-                        gather(KV_s, 1, rows, ok, r0, c0, D_V, D)
-                    T.cp_async_barrier_noinc(left_ready[1])
+                        T.barrier_wait(right_free[1], (step & 1) ^ 1)
+                        if TOKENS > 1:
+                            load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
+                            T.cp_async_barrier_noinc(slots_ready[1])
+                        gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
+                        T.cp_async_barrier_noinc(right_ready[1])
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 1, ok)
+
+                        T.barrier_wait(left_free[1], (step & 1) ^ 1)
+                        gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
+                        if TAIL:
+                            gather(KV_s, 1, rows, ok, r0, c0, D_V, D)
+                        T.cp_async_barrier_noinc(left_ready[1])
+                        step += 1
 
             # Does: even blocks' scores, out columns 0..255, lse. Produces: max_0, P0. Consumes: max_1, P1.
             elif tx < WARPGROUP:
@@ -309,96 +378,90 @@ def build(plan: Plan) -> PrimFunc:
                 l_i_0 = T.alloc_fragment([ROWS], fp32)
                 sink_0 = T.alloc_fragment([ROWS], fp32)
                 valid_0 = T.alloc_local([4], "int32")
-                T.fill(o_l, 0)
-                T.fill(l_0, 0)
-                T.fill(m_both_0, FLOOR)
-                T.barrier_wait(q_ready, 0)
+                max_0_at = T.alloc_var("uint32")
+                p_0_at = T.alloc_var("uint32")
+                max_0_at = row_of_max(max_0, tx)
+                p_0_at = corner_of_p(P_s, 0, tx)
+                for w in T.serial(mine):
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                        length = length_of(Lengths, at)
+                    pairs = pairs_of(length)
+                    T.fill(o_l, 0)
+                    T.fill(l_0, 0)
+                    T.fill(m_both_0, FLOOR)
 
-                if pairs > 0:
-                    T.barrier_wait(left_ready[0], 0)
-                    T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
-                    T.barrier_wait(right_ready[0], 0)
-                    T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
-                    T.barrier_wait(slots_ready[0], 0)
-                    load_valid(valid_0, slots, 0)
-                    T.wait_wgmma(0)
-
-                for i in T.serial(pairs):
-                    mask(s_0, valid_0, slots, 0)
-                    T.copy(m_both_0, m_prev_0)
-                    T.reduce_max(s_0, m_0, dim=1, clear=True)
-                    for h in T.Parallel(ROWS):
-                        m_0[h] = next_max(m_prev_0[h], m_0[h], scale_log2)
-                    T.copy(m_0, max_0)
-                    T.barrier_arrive(max_0_ready)
-                    for h in T.Parallel(ROWS):
-                        scale_0[h] = T.exp2((m_prev_0[h] - m_0[h]) * scale_log2)
-                    for h, k in T.Parallel(ROWS, BLOCK_K):
-                        s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
-                    T.copy(s_0, p_0)
-                    hand_over(p_0, P_s, 0, tx, p_0_ready)
-                    add_sums(s_0, l_0, scale_0)
-                    rescale(o_l, scale_0)
-                    T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
-                    T.barrier_wait(max_1_ready, i & 1)
-                    T.copy(max_1, m_both_0)
-                    for h in T.Parallel(ROWS):
-                        scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
-                    for h in T.Parallel(ROWS):
-                        l_0[h] *= scale_0[h]
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(left_free[0])
-                    rescale(o_l, scale_0)
-                    T.barrier_wait(p_1_ready, i & 1)
-                    T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
-                    if i + 1 < pairs:
-                        # The next pair's scores follow at once: their product needs nothing of this pair.
-                        T.barrier_wait(left_ready[0], (i + 1) & 1)
+                    # Always so. Unconditional, its descriptors are kept for the other product of scores, and spilled.
+                    if ctas > 0:
+                        T.barrier_wait(left_ready[0], step & 1)
                         T.fence_proxy_async()
                         T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(1)
-                        T.barrier_arrive(left_free[1])
-                        T.barrier_wait(right_ready[0], (i + 1) & 1)
+                        T.barrier_wait(q_ready, w & 1)
+                        T.barrier_wait(right_ready[0], step & 1)
                         T.fence_proxy_async()
                         T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
-                        T.barrier_wait(slots_ready[0], (i + 1) & 1)
+                        T.barrier_wait(slots_ready[0], step & 1)
                         load_valid(valid_0, slots, 0)
                         T.wait_wgmma(0)
-                    else:
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(left_free[1])
 
-                T.call_extern("handle", "sparse_mla::quad_sums", l_0.data)
-                T.copy(l_0, sum_0)
-                T.copy(sinks, sink_0)
-                T.barrier_arrive(sums_ready)
-                T.barrier_wait(sums_ready, 0)
-                T.copy(sum_1, l_i_0)
-                for h in T.Parallel(ROWS):
-                    l_0[h] += l_i_0[h]
-                for h in T.Parallel(ROWS):
-                    m_0[h] = T.if_then_else(
-                        l_0[h] > 0, (T.log2(l_0[h]) + m_both_0[h] * scale_log2) * LN_2, -T.infinity(fp32)
-                    )
-                for h in T.Parallel(ROWS):
-                    if exists(h, TOKENS, heads, left):
-                        Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
-                for h in T.Parallel(ROWS):
-                    l_0[h] = T.if_then_else(
-                        l_0[h] > 0,
-                        T.call_extern(
-                            fp32,
-                            "sparse_mla::weight_over",
-                            l_0[h],
-                            m_0[h] - sink_0[h],
-                        ),
-                        0.0,
-                    )
-                T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
-                T.copy(o_l, Q_s[:, :HALF])
-                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF)
+                    for i in T.serial(pairs):
+                        if i + 1 == pairs:
+                            T.barrier_arrive(q_free)
+                        mask(s_0, valid_0, slots, 0)
+                        T.copy(m_both_0, m_prev_0)
+                        T.reduce_max(s_0, m_0, dim=1, clear=True)
+                        for h in T.Parallel(ROWS):
+                            m_0[h] = next_max(m_prev_0[h], m_0[h], scale_log2)
+                        T.call_extern("handle", "sparse_mla::say_rows", m_0.data, max_0_at)
+                        T.barrier_arrive(max_0_ready)
+                        for h in T.Parallel(ROWS):
+                            scale_0[h] = T.exp2((m_prev_0[h] - m_0[h]) * scale_log2)
+                        for h, k in T.Parallel(ROWS, BLOCK_K):
+                            s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
+                        T.copy(s_0, p_0)
+                        hand_over(p_0, p_0_at, 0, p_0_ready)
+                        add_sums(s_0, l_0, scale_0)
+                        rescale(o_l, scale_0)
+                        T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
+                        T.barrier_wait(max_1_ready, step & 1)
+                        T.copy(max_1, m_both_0)
+                        for h in T.Parallel(ROWS):
+                            scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
+                        for h in T.Parallel(ROWS):
+                            l_0[h] *= scale_0[h]
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(left_free[0])
+                        rescale(o_l, scale_0)
+                        T.barrier_wait(p_1_ready, step & 1)
+                        T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
+                        if i + 1 < pairs:
+                            # The next pair's scores follow at once: their product needs nothing of this pair.
+                            T.barrier_wait(left_ready[0], (step + 1) & 1)
+                            T.fence_proxy_async()
+                            T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(1)
+                            T.barrier_arrive(left_free[1])
+                            T.barrier_wait(right_ready[0], (step + 1) & 1)
+                            T.fence_proxy_async()
+                            T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                            T.barrier_wait(slots_ready[0], (step + 1) & 1)
+                            load_valid(valid_0, slots, 0)
+                            T.wait_wgmma(0)
+                        else:
+                            weigh(l_0, l_i_0, m_0, m_both_0, sum_0, sum_1, sink_0, sinks, sums_ready, scale_log2, w & 1)
+                            T.wait_wgmma(0)
+                        step += 1
+
+                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
+                    for h in T.Parallel(ROWS):
+                        if exists(h, TOKENS, heads, left):
+                            Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
+                    T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
+                    T.copy(o_l, KV_s[1, :, :HALF])
+                    store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF, (1,))
+                    T.barrier_arrive(left_free[1])
 
             # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
             else:
@@ -414,79 +477,77 @@ def build(plan: Plan) -> PrimFunc:
                 l_i_1 = T.alloc_fragment([ROWS], fp32)
                 sink_1 = T.alloc_fragment([ROWS], fp32)
                 valid_1 = T.alloc_local([4], "int32")
-                T.fill(o_r, 0)
-                T.fill(l_1, 0)
-                T.fill(m_both_1, FLOOR)
-                T.barrier_wait(q_ready, 0)
+                max_1_at = T.alloc_var("uint32")
+                p_1_at = T.alloc_var("uint32")
+                max_1_at = row_of_max(max_1, tx - WARPGROUP)
+                p_1_at = corner_of_p(P_s, 1, tx - WARPGROUP)
+                for w in T.serial(mine):
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                        length = length_of(Lengths, at)
+                    pairs = pairs_of(length)
+                    T.fill(o_r, 0)
+                    T.fill(l_1, 0)
+                    T.fill(m_both_1, FLOOR)
+                    T.barrier_wait(q_ready, w & 1)
 
-                for i in T.serial(pairs):
-                    T.barrier_wait(right_ready[1], i & 1)
-                    T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
-                    T.barrier_wait(left_ready[1], i & 1)
-                    T.fence_proxy_async()
-                    T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
-                    if TAIL:
-                        T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
-                    T.barrier_wait(slots_ready[1], i & 1)
-                    load_valid(valid_1, slots, 1)
-                    # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is under
-                    # way; here it is taken up beside the product of block 1's scores.
-                    T.barrier_wait(max_0_ready, i & 1)
-                    T.copy(m_both_1, m_prev_1)
-                    T.copy(max_0, m_both_1)
-                    for h in T.Parallel(ROWS):
-                        scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
-                    rescale(o_r, scale_1)
-                    for h in T.Parallel(ROWS):
-                        l_1[h] *= scale_1[h]
-                    T.barrier_wait(p_0_ready, i & 1)
-                    T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
-                    T.wait_wgmma(1)
-                    mask(s_1, valid_1, slots, 1)
-                    T.reduce_max(s_1, m_1, dim=1, clear=True)
-                    T.copy(m_both_1, m_prev_1)
-                    for h in T.Parallel(ROWS):
-                        m_both_1[h] = next_max(m_both_1[h], m_1[h], scale_log2)
-                    T.copy(m_both_1, max_1)
-                    T.barrier_arrive(max_1_ready)
-                    for h in T.Parallel(ROWS):
-                        scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
-                    for h, k in T.Parallel(ROWS, BLOCK_K):
-                        s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
-                    T.copy(s_1, p_1)
-                    hand_over(p_1, P_s, 1, tx - WARPGROUP, p_1_ready)
-                    add_sums(s_1, l_1, scale_1)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(right_free[0])
-                    rescale(o_r, scale_1)
-                    T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
-                    T.wait_wgmma(0)
+                    for i in T.serial(pairs):
+                        T.barrier_wait(right_ready[1], step & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
+                        T.barrier_wait(left_ready[1], step & 1)
+                        T.fence_proxy_async()
+                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
+                        if TAIL:
+                            T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
+                        T.barrier_wait(slots_ready[1], step & 1)
+                        load_valid(valid_1, slots, 1)
+                        # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is
+                        # under way; here it is taken up beside the product of block 1's scores.
+                        T.barrier_wait(max_0_ready, step & 1)
+                        T.copy(m_both_1, m_prev_1)
+                        T.copy(max_0, m_both_1)
+                        for h in T.Parallel(ROWS):
+                            scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
+                        rescale(o_r, scale_1)
+                        for h in T.Parallel(ROWS):
+                            l_1[h] *= scale_1[h]
+                        T.barrier_wait(p_0_ready, step & 1)
+                        T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
+                        T.wait_wgmma(1)
+                        mask(s_1, valid_1, slots, 1)
+                        T.reduce_max(s_1, m_1, dim=1, clear=True)
+                        T.copy(m_both_1, m_prev_1)
+                        for h in T.Parallel(ROWS):
+                            m_both_1[h] = next_max(m_both_1[h], m_1[h], scale_log2)
+                        T.call_extern("handle", "sparse_mla::say_rows", m_both_1.data, max_1_at)
+                        T.barrier_arrive(max_1_ready)
+                        for h in T.Parallel(ROWS):
+                            scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
+                        for h, k in T.Parallel(ROWS, BLOCK_K):
+                            s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
+                        T.copy(s_1, p_1)
+                        hand_over(p_1, p_1_at, 1, p_1_ready)
+                        add_sums(s_1, l_1, scale_1)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(right_free[0])
+                        if i + 1 == pairs:
+                            T.barrier_arrive(q_free)
+                        rescale(o_r, scale_1)
+                        T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
+                        if i + 1 == pairs:
+                            weigh(l_1, l_i_1, m_1, m_both_1, sum_1, sum_0, sink_1, sinks, sums_ready, scale_log2, w & 1)
+                        T.wait_wgmma(0)
+                        if i + 1 < pairs:
+                            T.barrier_arrive(right_free[1])
+                        step += 1
+
+                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
+                    T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
+                    T.copy(o_r, KV_s[1, :, HALF:D_V])
+                    store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V, (1,))
                     T.barrier_arrive(right_free[1])
-
-                T.call_extern("handle", "sparse_mla::quad_sums", l_1.data)
-                T.copy(l_1, sum_1)
-                T.copy(sinks, sink_1)
-                T.barrier_arrive(sums_ready)
-                T.barrier_wait(sums_ready, 0)
-                T.copy(sum_0, l_i_1)
-                for h in T.Parallel(ROWS):
-                    l_1[h] += l_i_1[h]
-                for h in T.Parallel(ROWS):
-                    m_1[h] = (T.log2(l_1[h]) + m_both_1[h] * scale_log2) * LN_2
-                for h in T.Parallel(ROWS):
-                    l_1[h] = T.if_then_else(
-                        l_1[h] > 0,
-                        T.call_extern(
-                            fp32,
-                            "sparse_mla::weight_over",
-                            l_1[h],
-                            m_1[h] - sink_1[h],
-                        ),
-                        0.0,
-                    )
-                T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
-                T.copy(o_r, Q_s[:, HALF:D_V])
-                store_rows(Out, Q_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V)
 
     return sparse_mla_fwd

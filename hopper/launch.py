@@ -379,6 +379,19 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
+def _schedule(problem: Problem, gather: Gather) -> tuple[int, int]:
+    """CTAs of a forward, and how many tiles further on in the sequence an SM's next one is, roughly.
+
+    A CTA of every SM goes over lists of one length. Where lengths differ each tile has a CTA of its own, and the next
+    goes to the SM that is free first.
+    """
+    units, a_token = env.multiprocessors(gather.slots.device), problem.G * _tiles(problem)
+    has_length = gather.flags[1]
+    tiles = problem.B * gather.slots.shape[1] * a_token
+    ahead = max(1, units // a_token)
+    return max(1, tiles) if has_length else units, ahead if gather.tokens == 1 else -ahead
+
+
 def fwd(
     problem: Problem, config: SparseAttentionConfig, q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: float,
     topk_length: Tensor | None, q_positions: Tensor | None, attn_sink: Tensor | None,
@@ -393,6 +406,7 @@ def fwd(
         _build().kernel("forward", gather.plan(problem))(
             q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
             scale_log2, problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
+            *_schedule(problem, gather),
         )  # fmt: skip
     return out, lse
 

@@ -28,6 +28,7 @@ LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256
+LINE = 128  # bytes of a line of the caches
 L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
 FACTOR_COLUMNS = 2 * ROWS  # of a slot: dS and P of the rows of its tile
@@ -57,7 +58,7 @@ class Plan:
         parts = {
             f"q [{ROWS} x {self.D}]": ROWS * self.D * ITEM,
             f"kv 2 x [{BLOCK_K} x {self.D}]": 2 * BLOCK_K * self.D * ITEM,
-            "slot validity or bits, row max, row sum, sinks": 2 * BLOCK_K * 4 + 5 * ROWS * 4,
+            "slot validity or bits, row max, row sum, sinks": 2 * BLOCK_K * 4 + 6 * ROWS * 4,
             "barriers": BARRIER_BYTES,
         }
         if self.D == D_V:

@@ -261,6 +261,18 @@ __device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
                    "r"(ok[r] ? 16 : 0));
 }
+// Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
+// the address of the thread's 16 bytes of column 0, into the L2. Eight threads have the same rows.
+__device__ __forceinline__ void ask_for(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+template <int Bytes> __device__ __forceinline__ void ask_for_rows(const void *rows, long long further) {
+  const int thread = threadIdx.x % 8;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const char *row = reinterpret_cast<const char *>(static_cast<const long long *>(rows)[r]) - 16 * thread + further;
+    ask_for(row + 128 * thread);
+    if (Bytes > 1024 && thread == 0) ask_for(row + 1024);
+  }
+}
 // An address that the compiler keeps as it is, not as the sum that it came from.
 __device__ __forceinline__ long long kept(const void *address) {
   long long value = reinterpret_cast<long long>(address);
@@ -357,6 +369,12 @@ __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, co
   l[0] = l[0] * s[0] + (part[0] + part[1]);
   l[1] = l[1] * s[1] + (part[2] + part[3]);
 }
+// A value a row from a warpgroup's lanes to shared memory; `at`: address of the thread's row.
+__device__ __forceinline__ void say_rows(const void *values, unsigned at) {
+  const float *v = static_cast<const float *>(values);
+  if (threadIdx.x % 4 == 0)
+    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+32], %2;" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
+}
 // The sums of the four lanes that share a row.
 __device__ __forceinline__ void quad_sums(void *sums) {
   float *l = static_cast<float *>(sums);
@@ -433,15 +451,22 @@ __device__ __forceinline__ void load_valid(void *words, const void *shared, int 
 OPERAND = r"""
 namespace sparse_mla {
 // A warpgroup's [64 x 64] operand of 16-bit elements (layout of an A operand in registers) to shared memory, swizzled
-// by 128 bytes. `to`: swizzled address of row 16 warp + lane % 16, column 8 (lane / 16).
-__device__ __forceinline__ void store_operand(const void *operand, const void *to) {
+// by 128 bytes. `shared`: swizzled address of row 16 warp + lane % 16, column 8 (lane / 16).
+__device__ __forceinline__ void store_operand(const void *operand, unsigned shared) {
   const unsigned *p = static_cast<const unsigned *>(operand);
-  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared ^ 32 * i),
                  "r"(p[4 * i]), "r"(p[4 * i + 1]), "r"(p[4 * i + 2]), "r"(p[4 * i + 3])
                  : "memory");
+}
+__device__ __forceinline__ void store_operand(const void *operand, const void *to) {
+  store_operand(operand, static_cast<unsigned>(__cvta_generic_to_shared(to)));
+}
+// An address in shared memory that stays in its register: as the result of a shuffle it is not computed anew in every
+// round of a loop, on the way from one warpgroup to the other.
+__device__ __forceinline__ unsigned kept_shared(const void *address) {
+  return __shfl_sync(0xffffffffu, static_cast<unsigned>(__cvta_generic_to_shared(address)), threadIdx.x % 32);
 }
 }  // namespace sparse_mla
 """

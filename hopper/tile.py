@@ -117,12 +117,14 @@ def find_rows(at, there, X, b, t, head_0, heads, tokens, left, r0, c0):
 
 
 @T.macro
-def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last):
-    """Columns `[first, last)` of the rows that exist, from shared memory, by a warpgroup in 16-byte steps."""
+def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last, buffer=()):
+    """Columns `[first, last)` of the rows that exist, by a warpgroup, from shared memory behind indices `buffer`."""
     threads_a_row = (last - first) // VECTOR
     for r in T.unroll(ROWS * threads_a_row // WARPGROUP):
         row = r * (WARPGROUP // threads_a_row) + lane // threads_a_row
         column = first + lane % threads_a_row * VECTOR
         if exists(row, tokens, heads, left):
             for v in T.vectorized(VECTOR):
-                X[b, t + token_of(row, tokens), head_0 + head_of(row, tokens), column + v] = X_s[row, column + v]
+                X[b, t + token_of(row, tokens), head_0 + head_of(row, tokens), column + v] = X_s[
+                    (*buffer, row, column + v)
+                ]

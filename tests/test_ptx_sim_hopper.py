@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .ptx_sim import coverage, project_hopper
+from .ptx_sim import coverage, project_hopper, race_commands
 
 REASON = project_hopper.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
@@ -58,3 +58,28 @@ def test_forward_and_backward(D: int, H: int, K: int) -> None:
     assert not used - set(coverage.witnesses())
     listed = LIST.read_text(encoding="utf-8")
     assert not [form for form in used if f"| `{form}` |" not in listed]
+
+
+def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
+    from cute_sparse_mla import env, fwd
+    from cute_sparse_mla.config import SparseAttentionConfig
+
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
+    gen = torch.Generator().manual_seed(1)
+    S, H, D, K = 3, 24, 512, 130
+    q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
+    indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
+    with project_hopper.simulated() as recorder:
+        out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
+    lengths, no_sink = torch.full((S,), K), torch.full((H,), -math.inf)
+    truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths, no_sink, torch.zeros(S, H, 512), D**-0.5)
+    torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
+    assert error(out[0], truth[0]) < BF16_ERROR
+    [launch] = recorder.launches
+    races, _, _ = race_commands.check(launch)
+    assert launch.grid[0] == 2 and not races
+    assert not [f for r in recorder.reports for f in r.findings]
+    listed = LIST.read_text(encoding="utf-8")
+    forms = {form for r in recorder.reports for form in coverage.executed_forms(r)}
+    assert "prefetch.global.L2" in forms and not [form for form in forms if f"| `{form}` |" not in listed]
