@@ -7,8 +7,8 @@
 -> `dq [B, S, H, D]` and adds into fp32 `dkv [B, S_kv, G, D]`. Scores are kept transposed (slots x heads), so that P and
 dS are the left operands of dkv as they stand. dq stays in registers; dkv leaves in 64-column chunks, as vector adds of
 whole 128-byte lines, to which the lanes of a warp deal an accumulator by shuffles. The term of an invalid slot is zero
-and is added to a valid row nearby, so that adds need no predicate. With several tokens a tile's slots are the union of
-their rows, as in `forward.py`, and a row of kv is added to once for all of them.
+and is added to a row that is valid elsewhere in the list (`ptx.DKV_STREAM`), so that adds need no predicate. With
+several tokens a tile's slots are the union of their rows, as in `forward.py`, and a row of kv is added to once for all.
 
 Pipeline of one block of 64 slots, time down. The adds set the time, so one warpgroup streams dkv and does little else;
 the others run ahead of it. There is one KV buffer: it comes free and is refilled in four groups of columns. What slows
@@ -385,8 +385,8 @@ def build(plan: Plan) -> PrimFunc:
             blocks = T.alloc_var("int32")
             blocks = T.ceildiv(length, BLOCK_K)
 
-            # Does: loads q, dout; gathers KV; dq of columns 256..511. Produces: kv_ready, rows_ready, ds_free.
-            # Consumes: kv_free, tail_free, ds_ready.
+            # Does: loads dout, q; gathers KV; dq of columns 256..511. Consumes: kv_free, tail_free, ds_ready.
+            # Produces: dout_ready, kv_ready, rows_ready, ds_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(COPY_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
@@ -429,18 +429,24 @@ def build(plan: Plan) -> PrimFunc:
                     T.cp_async_barrier_noinc(dout_ready)
                     load_q(0, QdO_s, r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
-                    if LOOKS_AHEAD:
-                        T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
-                    gather_first(
-                        0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal,
-                        ok, kv_ready, rows_ready,
-                    )  # fmt: skip
+                    if TOKENS > 1:
+                        gather_first(
+                            0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
+                            goal, ok, kv_ready, rows_ready,
+                        )  # fmt: skip
+                    else:
+                        gather(0, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(1, QdO_s, r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(2, QdO_s, r0, c0, q_at, there)
                     gather(2, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(3, QdO_s, r0, c0, q_at, there)
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
+                    if TOKENS == 1:
+                        if LOOKS_AHEAD:
+                            T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
+                        say_rows(0, slot_row, slot_to, rows, goal, lane, r0)
+                        T.barrier_arrive(rows_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
                 # Iteration i finishes block i and gathers the next.
@@ -467,7 +473,7 @@ def build(plan: Plan) -> PrimFunc:
                 leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
-            # Consumes: kv_ready, rows_ready, ds_free, p_free.
+            # Consumes: kv_ready, rows_ready, stats_ready, ds_free, p_free.
             elif tx < WARPGROUP:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
@@ -524,7 +530,8 @@ def build(plan: Plan) -> PrimFunc:
                 leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
                 leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
 
-            # Does: stores dS and P; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
+            # Does: row values; stores dS and P; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Consumes: dout_ready, ds_ready, p_ready.
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_f = tx - WARPGROUP
@@ -543,7 +550,8 @@ def build(plan: Plan) -> PrimFunc:
                 if TAIL:
                     leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D)
 
-            # Does: dkv; dq of the tail. Produces: ds_free, p_free, tail_free. Consumes: ds_ready, p_ready.
+            # Does: row values; dkv; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Consumes: dout_ready, ds_ready, p_ready.
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
@@ -582,7 +590,7 @@ def build(plan: Plan) -> PrimFunc:
                     if not TAIL:
                         T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
-                    # ptxas makes a branch of every predicated add: they are for blocks half of which is invalid.
+                    # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
                     if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
                         stream(
                             "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
