@@ -406,8 +406,6 @@ def build(plan: Plan) -> PrimFunc:
                         T.wait_wgmma(0)
 
                     for i in T.serial(pairs):
-                        if i + 1 == pairs:
-                            T.barrier_arrive(q_free)
                         mask(s_0, valid_0, slots, 0)
                         T.copy(m_both_0, m_prev_0)
                         T.reduce_max(s_0, m_0, dim=1, clear=True)
@@ -432,6 +430,8 @@ def build(plan: Plan) -> PrimFunc:
                             l_0[h] *= scale_0[h]
                         T.wait_wgmma(0)
                         T.barrier_arrive(left_free[0])
+                        if i + 1 == pairs:
+                            T.barrier_arrive(q_free)
                         rescale(o_l, scale_0)
                         T.barrier_wait(p_1_ready, step & 1)
                         T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
