@@ -29,15 +29,13 @@ q and list into the L2 before the last pair. q comes in two halves, since the sc
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
-do those of rows whose token did not select the slot. m is a running maximum that only grows by more than `SLACK`: most
-blocks leave O as it is. Tiles of several tokens start from the last, whose lists are the longest in a text. A product's
-scores start from nothing: a product that adds to values from registers would wait for them, and ptxas makes that wait
-one for all products in flight.
+do those of rows whose token did not select the slot. m is the running maximum itself, not one that lags behind: P of a
+slot that has all the weight is then 1, which rounding leaves alone. Tiles of several tokens start from the last, whose
+lists are the longest in a text. A product's scores start from nothing: a product that adds to values from registers
+would wait for them, and ptxas makes that wait one for all products in flight.
 """
 
-from typing import Any  # noqa: I001
-
-import tilelang.language as T
+import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
 from .plan import (
@@ -51,14 +49,6 @@ from .tile import (
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
-# Powers of 2 by which scores may exceed the running maximum: P is at most 256. (As in FlashAttention-4. H200: 4 % fewer
-# microseconds with 8 heads and K 640.)
-SLACK = 8.0
-
-
-def next_max(before: Any, found: Any, scale_log2: Any) -> Any:
-    """The running maximum after a block whose own is `found`."""
-    return T.if_then_else((found - before) * scale_log2 > SLACK, found, before)
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -410,7 +400,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.copy(m_both_0, m_prev_0)
                         T.reduce_max(s_0, m_0, dim=1, clear=True)
                         for h in T.Parallel(ROWS):
-                            m_0[h] = next_max(m_prev_0[h], m_0[h], scale_log2)
+                            m_0[h] = T.max(m_prev_0[h], m_0[h])
                         T.call_extern("handle", "sparse_mla::say_rows", m_0.data, max_0_at)
                         T.barrier_arrive(max_0_ready)
                         for h in T.Parallel(ROWS):
@@ -520,7 +510,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.reduce_max(s_1, m_1, dim=1, clear=True)
                         T.copy(m_both_1, m_prev_1)
                         for h in T.Parallel(ROWS):
-                            m_both_1[h] = next_max(m_both_1[h], m_1[h], scale_log2)
+                            m_both_1[h] = T.max(m_both_1[h], m_1[h])
                         T.call_extern("handle", "sparse_mla::say_rows", m_both_1.data, max_1_at)
                         T.barrier_arrive(max_1_ready)
                         for h in T.Parallel(ROWS):

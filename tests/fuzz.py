@@ -77,6 +77,8 @@ TENSOR_CORE_NOISE = 2e-7
 ULPS = 1e-8
 # Scores count as cancelled when their products' absolute values sum to this many times the score; 14 is usual.
 CANCELLED = 4
+# Stands for how many times a limit of 0 something is off: JSON has no infinity.
+NO_LIMIT = 1e9
 # What is counted apart from other misses, by its field of `Verdict` and `Outcome`.
 APART = {"cancelled": "lse of cancelled scores", "gradients": "dq or dkv of cancelled gradients"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64}
@@ -493,13 +495,13 @@ def judge_call(contract: Contract, target: str, device: torch.device) -> Verdict
         if target == "sm90" and check.name == "lse" and not check.nonfinite:
             oracle = judge.forwards[0]
             if cancelled_scores(i, valid, lse, oracle.lse, oracle.max_abs_score):
-                cancelled = check.worst_row
+                cancelled = _of_limit(check)
                 continue
         if _beyond_fp32(check, contract, i, results, exact):
             continue
         explained = check.name in ("dq", "dkv") and not check.nonfinite
         if explained and cancelled_gradients(check.name, contract, target, i, valid, results, judge, exact):
-            gradients_beyond = max(gradients_beyond, check.total, check.worst_row)
+            gradients_beyond = max(gradients_beyond, _of_limit(check))
         else:
             found.append(str(check))
     empty = ~valid.any(dim=-1).repeat_interleave(i.q.shape[-2] // i.kv.shape[-2], dim=-1)
@@ -512,6 +514,11 @@ def judge_call(contract: Contract, target: str, device: torch.device) -> Verdict
     elif not all(bool(torch.signbit(part).all()) for part in (room[0], room[2], room[1][~named])):
         found.append("dkv: something was added to a canary or to a row that no valid slot names")
     return Verdict(found, cancelled, gradients_beyond)
+
+
+def _of_limit(check: TensorCheck) -> float:
+    """How many times its limit a tensor is off."""
+    return min(max(check.total, check.worst_row), NO_LIMIT)
 
 
 def _against_brute_force(i: Inputs) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from bench.cases import Case
 from cute_sparse_mla import reference
-from cute_sparse_mla.precision import Inputs, Judge, Results
+from cute_sparse_mla.precision import Inputs, Judge, Results, TensorCheck
 
 from . import fuzz, tensor_core
 from .ptx_sim import capture_cute, project_hopper
@@ -96,6 +97,11 @@ def test_lse_of_cancelled_scores_is_told_from_other_misses() -> None:
     i.q[:] = i.kv[0, i.indices[0, :, 0].clamp(min=0)[:, 0].long()]
     exact, max_abs = Judge(i).forwards[0].lse, Judge(i).forwards[0].max_abs_score
     assert not fuzz.cancelled_scores(i, valid, exact * (1 + 4e-6), exact, max_abs)
+
+
+def test_a_ratio_to_a_limit_of_zero_can_be_written() -> None:
+    check = TensorCheck("dq", 4.6e-7, math.inf, math.inf, (0, 0), 0, (1, 1))
+    assert json.dumps(fuzz._of_limit(check), allow_nan=False) == "1000000000.0"
 
 
 def test_fp32_sums_are_judged_as_fp32() -> None:

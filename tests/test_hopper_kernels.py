@@ -125,7 +125,7 @@ def test_random_lengths_use_one_kernel() -> None:
         i = Case(S=S, S_kv=S_kv, H=1 + S % 16, K=K).inputs(device="cuda")
         out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, **SINGLE)
         cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, **SINGLE)
-    assert build.kernel.cache_info().currsize == 4
+    assert build.kernel.cache_info().currsize == 3  # forward, backward, postprocess
 
 
 @pytest.mark.parametrize("tokens", (1, 2, 4, 8, 16))
