@@ -395,8 +395,8 @@ def build(plan: Plan) -> PrimFunc:
                 limit = T.alloc_var(i64)
                 limit = S_kv
                 if causal != 0:
-                    if has_positions != 0:  # noqa: SIM108
-                        limit = T.min(S_kv, QPositions[b, t] + 1)
+                    if has_positions != 0:
+                        limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 

@@ -681,6 +681,8 @@ def bwd(
         dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
     # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
     unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
+    if 0 < float(sm_scale) < unit * torch.finfo(torch.float32).tiny:
+        unit = 1.0  # sm_scale / unit would be subnormal
     has_sink = int(attn_sink is not None)
     sink_shares = torch.empty(B * S * H, dtype=torch.float32, device=device) if has_sink else nothing
     of_rows = (out, lse, dlse, _sink(problem, attn_sink, device), sink_shares)

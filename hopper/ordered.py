@@ -136,7 +136,7 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                     t = tile_0 + ti
                     limit = T.min(S_kv, t + S_kv - S + 1)
                     if has_positions != 0:
-                        limit = T.min(S_kv, QPositions[b, t] + 1)
+                        limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
                 row = -1
                 if slot < length:
                     row = T.cast(Indices[b, ti, g, slot], i64)

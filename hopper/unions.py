@@ -269,7 +269,7 @@ def say_bounds(
             if causal != 0:
                 limit = T.min(S_kv, t + S_kv - S + 1)
                 if has_positions != 0:
-                    limit = T.min(S_kv, QPositions[b, t] + 1)
+                    limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
         lengths[tx] = length
         limits[tx] = T.cast(T.max(T.int64(0), limit), "int32")
     T.sync_threads()

@@ -57,6 +57,7 @@ ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # Bytes that a deterministic backward may hold beside fp32 dkv and per-row values: a part of the terms of dkv, and for
 # each of its slots row numbers and their sorted order while torch sorts them.
 WORKSPACE, SORT_BYTES = 240 * 2**20, 64
+ROWS_AT_A_TIME = 2**18  # rows of dkv whose places among the sorted terms are found at a time, 16 bytes each
 DEFAULT_MULTIPROCESSORS = 148
 # The decision about token groups: predicted (bench/results/sm100_predicted_groups.jsonl), but for what lists cost for
 # each row of kv, which is an H200's.
@@ -380,10 +381,10 @@ def fwd(
 
 
 def columns_of(workspace: Tensor) -> Tensor:
-    """The sums of dkv `[..., D]`, as a view, in the order of columns; the workspace has d, d + 8, d + 16, d + 24 of
-    each 32 side by side (see `Backward.add_chunk`).
+    """The sums of dkv, a view `[..., D / 32, 4, 8]` in the order of columns; the workspace `[..., D]` has d, d + 8,
+    d + 16, d + 24 of each 32 side by side (see `Backward.add_chunk`).
     """
-    return workspace.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).flatten(-3)
+    return workspace.unflatten(-1, (-1, 8, 4)).transpose(-1, -2)
 
 
 def row_stats(
@@ -438,9 +439,11 @@ def _ordered_sums(
         part = call._replace(sizes=(*call.sizes, first, end))
         _launch(kernel, part, plan.rows, {**tensors, "dkv": terms}, strides, scales, end - first)
         targets, order = _term_rows(problem, call, first, end).sort(stable=True)
-        starts = torch.searchsorted(targets, torch.arange(rows + 1, device=device))
-        touched = {"terms": terms, "order": order, "starts": starts, "sums": sums}
-        executor(add, (_pointers(touched), (rows,), -(-rows // SUM_WARPS)), touched)
+        for row in range(0, rows, ROWS_AT_A_TIME):
+            part_rows = min(rows - row, ROWS_AT_A_TIME)
+            starts = torch.searchsorted(targets, torch.arange(row, row + part_rows + 1, device=device))
+            touched = {"terms": terms, "order": order, "starts": starts, "sums": sums.view(rows, plan.D)[row:]}
+            executor(add, (_pointers(touched), (part_rows,), -(-part_rows // SUM_WARPS)), touched)
 
 
 def _term_rows(problem: Problem, call: _Call, first: int, end: int) -> Tensor:
@@ -454,7 +457,7 @@ def _term_rows(problem: Problem, call: _Call, first: int, end: int) -> Tensor:
     if call.causal:
         positions = call.tensors["positions"]
         at = s + problem.S_kv - problem.S if positions.dim() < 2 else positions[b, s]
-        limit = torch.minimum(limit, at + 1)
+        limit = torch.minimum(limit - 1, at) + 1  # at may be the largest int64
     valid = (rows >= 0) & (rows < limit[:, None])
     if call.tensors["lengths"].dim() > 1:
         valid &= torch.arange(slots, device=device) < call.tensors["lengths"][b, s, g][:, None]
@@ -476,7 +479,12 @@ def bwd(
     again, and where a part has fewer tiles than the device has multiprocessors, some of those idle.
     """
     B, S, H, device = problem.B, problem.S, problem.H, q.device
+    if deterministic:  # refused before anything is compiled
+        tokens = config.tokens_per_tile or 1 if lists is None else _tokens(problem, config)
+        terms_at_a_time(tokens * problem.K, problem.D, 1)
     unit = UNIT if attn_sink is not None and q.dtype == torch.bfloat16 else 1.0
+    if 0 < float(sm_scale) < unit * torch.finfo(torch.float32).tiny:
+        unit = 1.0  # sm_scale / unit would be subnormal
     stats = row_stats(problem, out, dout, lse, dlse, attn_sink, _architecture(device), unit)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
@@ -493,10 +501,12 @@ def bwd(
             whole = call._replace(sizes=(*call.sizes, 0, call.tiles))
             _launch(_build().kernel(plan), whole, plan.rows, tensors, strides, scales, call.tiles)
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
-    sums = columns_of(acc)
+    sums, is_new = columns_of(acc), dkv is None
     if dkv is None:
         dkv = torch.empty(kv.shape, dtype=dkv_dtype or kv.dtype, device=device)
-        torch.mul(sums, 1 / unit, out=dkv)
+    columns = dkv.unflatten(-1, sums.shape[-3:])
+    if is_new:
+        torch.mul(sums, 1 / unit, out=columns)
     else:
-        dkv.add_(sums, alpha=1 / unit)
+        columns.add_(sums, alpha=1 / unit)
     return dq, dkv, d_sink

@@ -60,6 +60,26 @@ def test_forward_and_backward(D: int, H: int, K: int) -> None:
     assert not [form for form in used if f"| `{form}` |" not in listed]
 
 
+@pytest.mark.parametrize(("tokens", "deterministic"), ((1, False), (2, True)))
+def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> None:
+    from bench.cases import Case
+    from cute_sparse_mla import SparseAttentionConfig, bwd, fwd
+    from cute_sparse_mla.precision import Judge
+
+    inputs = Case(S=3, S_kv=50, H=5, K=40, D=512, causal=True, positions="random").inputs(seed=1)
+    assert inputs.q_positions is not None
+    inputs.q_positions[0] = torch.tensor((2**63 - 1, 2**62, -(2**63)))
+    judge, config = Judge(inputs), SparseAttentionConfig(tokens_per_tile=tokens)
+    with project_hopper.simulated():
+        out, lse = fwd(inputs.q, inputs.kv, inputs.indices, backend="sm90", config=config, **inputs.options)
+        gradients = bwd(
+            inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, backend="sm90", config=config,
+            deterministic=deterministic, **inputs.options,
+        )  # fmt: skip
+    checks = judge.forward_checks(out, lse) + judge.gradient_checks(out, lse, *gradients)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
 def test_a_slot_that_comes_late_with_all_the_weight() -> None:
     """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
     from cute_sparse_mla import fwd

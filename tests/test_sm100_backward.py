@@ -11,6 +11,7 @@ from cute_sparse_mla.sm100 import launch
 from cute_sparse_mla.sm100.backward_plan import BackwardPlan
 
 from bench.cases import CONTRACT_CASES, Case
+from cute_sparse_mla import UnsupportedError
 from cute_sparse_mla.precision import Inputs, Judge, compare_rows
 from cute_sparse_mla.problem import Problem
 
@@ -110,6 +111,47 @@ def test_gradients_below_the_normal_range(above: int, way: str) -> None:
     checks = judged.gradient_checks(out, lse, dq, dkv, d_sink)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     assert float(dkv.abs().max()) > 0
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_positions_at_the_ends_of_int64(deterministic: bool) -> None:
+    inputs = Case(S=3, S_kv=50, H=5, K=40, D=512, causal=True, positions="random").inputs(seed=1)
+    assert inputs.q_positions is not None
+    inputs.q_positions[0] = torch.tensor((2**63 - 1, 2**62, -(2**63)))
+    judged = Judge(inputs)
+    out, lse = judged.budget_forward()
+    dq, dkv, d_sink, _ = call_backward(inputs, out, lse, deterministic=deterministic)
+    checks = judged.gradient_checks(out, lse, dq, dkv, d_sink)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+def test_a_scale_that_the_unit_would_make_subnormal() -> None:
+    inputs = Case(S=2, S_kv=50, H=5, K=40, D=512, sm_scale=1e-37, sink="random").inputs(seed=1)
+    judged = Judge(inputs)
+    out, lse = judged.budget_forward()
+    checks = judged.gradient_checks(out, lse, *call_backward(inputs, out, lse)[:3])
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+def test_sums_are_read_where_they_are() -> None:
+    sums = torch.randn(1, 8, 1, 576)
+    assert launch.columns_of(sums).data_ptr() == sums.data_ptr()
+
+
+def test_too_many_slots_are_refused_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Case(S=16, S_kv=64, H=4, K=7500, D=512).inputs(seed=2)
+    out, lse = torch.zeros(inputs.dout.shape).bfloat16(), torch.zeros(inputs.dout.shape[:-1])
+    monkeypatch.setattr(launch, "_build", lambda: pytest.fail("compiled"))
+    with pytest.raises(UnsupportedError, match="slots of a tile"):
+        call_backward(inputs, out, lse, deterministic=True, tokens_per_tile=16)
+
+
+def test_ordered_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Case(S=3, S_kv=50, H=5, K=40, D=512).inputs(seed=2)
+    out, lse = Judge(inputs).budget_forward()
+    whole = call_backward(inputs, out, lse, deterministic=True)[1]
+    monkeypatch.setattr(launch, "ROWS_AT_A_TIME", 16)
+    assert torch.equal(call_backward(inputs, out, lse, deterministic=True)[1], whole)
 
 
 def test_late_asynchronous_work_changes_nothing() -> None:
@@ -253,7 +295,8 @@ def test_workspace_is_bounded_at_any_length(D: int) -> None:
     """What a deterministic backward holds beside fp32 dkv and per-row values, for any number of slots."""
     for slots in (1, 64, 640, 2048, 2112, 16384, 65536, 10**5):
         tiles = launch.terms_at_a_time(slots, D, 148)
-        assert 0 < tiles * slots * (4 * D + launch.SORT_BYTES) <= 256e6
+        rows = 16 * (launch.ROWS_AT_A_TIME + 1)
+        assert 0 < tiles * slots * (4 * D + launch.SORT_BYTES) <= launch.WORKSPACE <= 256e6 - rows
     assert launch.terms_at_a_time(640, 512, 148) == 148 and launch.terms_at_a_time(2048, 576, 148) == 51
 
 
