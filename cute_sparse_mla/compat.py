@@ -39,7 +39,8 @@ def _like(name: str, tensor: Tensor, like: Tensor, *dtypes: torch.dtype) -> None
 
 def _only(argument: str, value: Any, allowed: Any, why: str) -> None:
     """Options of a namesake that exist in one setting only."""
-    if value is not allowed:
+    # Compared by value: under torch.compile a number may be a symbol.
+    if isinstance(value, Tensor) or value != allowed:
         raise ArgumentValueError(argument, f"must be {allowed}: {why}", value)
 
 

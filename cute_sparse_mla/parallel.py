@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import api, validation
+from . import api, dispatch, validation
 from .autograd import readable_gradient
 from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -208,12 +208,16 @@ class _ReduceScatter:
         return part.clone(memory_format=torch.contiguous_format) if part._is_view() else part
 
 
+def _is_split(split: Any) -> None:
+    if not isinstance(split, TokenSplit):
+        raise ArgumentTypeError("split", "must be a TokenSplit", type(split).__name__)
+
+
 class GatheredKV:
     """The kv of all ranks on its way; `sparse_mla`, `fwd` and `bwd` take it in place of the rank's own `kv`."""
 
     def __init__(self, kv: Tensor, split: TokenSplit) -> None:
-        if not isinstance(split, TokenSplit):
-            raise ArgumentTypeError("split", "must be a TokenSplit", type(split).__name__)
+        _is_split(split)
         validation.tensors(kv=kv)
         if kv.dim() not in (3, 4):
             raise ArgumentValueError("kv", "must be [B, S_kv, G, D] or [T_kv, G, D] of this rank", list(kv.shape))
@@ -255,6 +259,7 @@ def scatter_sum(dkv: Tensor, split: TokenSplit) -> Tensor:
 
     Raises: TypeError, ValueError, as the calls of the package.
     """
+    _is_split(split)
     validation.tensors(dkv=dkv)
     if dkv.dim() not in (3, 4):
         raise ArgumentValueError("dkv", "must be [B, S_kv, G, D] or [T_kv, G, D] of all ranks", list(dkv.shape))
@@ -275,6 +280,7 @@ def _gathered(kv: Tensor | GatheredKV, split: TokenSplit) -> GatheredKV:
 
 def _with_positions(q: Tensor, split: TokenSplit, options: dict[str, Any]) -> dict[str, Any]:
     """The options with the tokens' own numbers as causal bounds, unless the caller gives others."""
+    _is_split(split)
     validation.tensors(q=q)
     if options.get("q_positions") is not None or not options.get("causal"):
         return options
@@ -347,6 +353,8 @@ def sparse_mla(
     validation.flag("return_lse", return_lse)
     options = _with_positions(q, split, options)
     gathered = _gathered(kv, split)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, gathered.part, attn_sink)):
+        dispatch.require_backward(options.get("backend") or "")
     anchor, dkv = gathered.way_back()
     tensors = (indices, options.pop("q_positions", None), options.pop("topk_length", None))
     out, lse = _Attention.apply(q, anchor, attn_sink, *tensors, gathered, dkv, options)

@@ -400,6 +400,17 @@ def test_compiled_whole() -> None:
     torch._dynamo.reset()
 
 
+def test_a_drop_in_itself_compiled() -> None:
+    """Its own defaults become numbers that dynamo makes dynamic."""
+    torch._dynamo.reset()
+    i = PACKED.inputs(seed=1)
+    compiled = torch.compile(compat.flash_mla_sparse_fwd, fullgraph=True, dynamic=True, backend="aot_eager")
+    arguments = (i.q, i.kv, i.indices, 0.1, 24)
+    for mine, eager in zip(compiled(*arguments), compat.flash_mla_sparse_fwd(*arguments), strict=True):
+        assert torch.equal(mine, eager)
+    torch._dynamo.reset()
+
+
 def _names(function: Any) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]

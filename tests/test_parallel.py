@@ -256,8 +256,13 @@ def test_wrong_tensors(one_rank: None) -> None:
             parallel.sparse_mla(i.q, wrong, i.indices, **options)
     with pytest.raises(ArgumentTypeError, match=r"kv: must be a torch\.Tensor"):
         parallel.fwd(i.q, None, i.indices, **options)
+    for causal in (False, True):
+        with pytest.raises(ArgumentTypeError, match="split: must be a TokenSplit"):
+            parallel.fwd(i.q, i.kv, i.indices, **options | dict(split="zigzag", causal=causal))
     with pytest.raises(ArgumentTypeError, match="split: must be a TokenSplit"):
-        parallel.fwd(i.q, i.kv, i.indices, **options | dict(split="zigzag"))
+        parallel.scatter_sum(i.kv, None)
+    with pytest.raises(UnsupportedError, match="'flash_mla' has no backward"):
+        parallel.sparse_mla(i.q.clone().requires_grad_(), i.kv, i.indices, **options, backend="flash_mla")
     with pytest.raises(ArgumentValueError, match="split: must be that of gather_kv"):
         parallel.fwd(i.q, parallel.gather_kv(i.kv, split), i.indices, **options | dict(split=TokenSplit(7)))
     with pytest.raises(ArgumentValueError, match=r"q: axis 0 must have 6 entries.*else give q_positions"):
