@@ -501,12 +501,10 @@ def bwd(
             whole = call._replace(sizes=(*call.sizes, 0, call.tiles))
             _launch(_build().kernel(plan), whole, plan.rows, tensors, strides, scales, call.tiles)
     d_sink = None if attn_sink is None else -stats[3].sum(dim=(0, 1))
-    sums, is_new = columns_of(acc), dkv is None
+    sums = columns_of(acc)
     if dkv is None:
         dkv = torch.empty(kv.shape, dtype=dkv_dtype or kv.dtype, device=device)
-    columns = dkv.unflatten(-1, sums.shape[-3:])
-    if is_new:
-        torch.mul(sums, 1 / unit, out=columns)
+        torch.mul(sums, 1 / unit, out=dkv.unflatten(-1, sums.shape[-3:]))
     else:
-        columns.add_(sums, alpha=1 / unit)
+        dkv.unflatten(-1, sums.shape[-3:]).add_(sums, alpha=1 / unit)
     return dq, dkv, d_sink
