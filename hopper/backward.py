@@ -54,7 +54,7 @@ from .plan import (
 from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, ROW_DOT, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
 from .row_stats import say_stats
 from .tile import (
-    PASSES, STEP, VECTOR, begin, find_rows, find_tile, load_bits, selects, store_rows,
+    PASSES, STEP, VECTOR, begin, find_rows, find_tile, limit_at, load_bits, selects, store_rows,
 )  # fmt: skip
 
 
@@ -395,8 +395,8 @@ def build(plan: Plan) -> PrimFunc:
                 limit = T.alloc_var(i64)
                 limit = S_kv
                 if causal != 0:
-                    if has_positions != 0:
-                        limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
+                    if has_positions != 0:  # noqa: SIM108
+                        limit = limit_at(QPositions[b, t], S_kv)
                     else:
                         limit = T.min(S_kv, t + S_kv - S + 1)
 

@@ -44,7 +44,7 @@ from .plan import (
 )  # fmt: skip
 from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
 from .tile import (
-    PASSES, STEP, begin, exists, head_of, if_exists, load_bits, store_rows, token_of,
+    PASSES, STEP, begin, exists, find_tile, head_of, if_exists, limit_at, load_bits, store_rows, token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
@@ -76,33 +76,15 @@ def build(plan: Plan) -> PrimFunc:
     def tile_of(n, tiles):
         return n if TOKENS == 1 else tiles - 1 - n
 
-    @T.macro
-    def place(at, n, tiles_per_group):
-        # Batch entry, tile along the sequence, group and tile of heads of tile n. A division costs a hundred clocks
-        # before a tile's first copy: those by 1 are left out.
-        at[0] = 0
-        at[1] = n
-        at[2] = 0
-        at[3] = 0
-        if tiles_per_group != 1:
-            at[3] = T.truncmod(at[1], tiles_per_group)
-            at[1] = T.truncdiv(at[1], tiles_per_group)
-        if G != 1:
-            at[2] = T.truncmod(at[1], T.cast(G, "int32"))
-            at[1] = T.truncdiv(at[1], T.cast(G, "int32"))
-        if B != 1:
-            at[0] = T.truncdiv(at[1], T.cast(L, "int32"))
-            at[1] = T.truncmod(at[1], T.cast(L, "int32"))
-
     def extent(at, heads_per_group):
         # Batch entry, tile along the sequence, group, first token and head, and how many heads and tokens there are.
-        b, ti, g = (T.cast(at[n], i64) for n in range(3))
-        heads, left = heads_per_group - at[3] * ROWS, S - ti * TOKENS
-        head_0 = g * heads_per_group + at[3] * ROWS
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+        heads, left = heads_per_group - at[0] * ROWS, S - ti * TOKENS
+        head_0 = g * heads_per_group + at[0] * ROWS
         return b, ti, g, ti * TOKENS, head_0, T.min(heads, ROWS), T.cast(T.min(left, T.cast(TOKENS, i64)), "int32")
 
     def length_of(Lengths, at):
-        b, ti, g = (T.cast(at[n], i64) for n in range(3))
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
         return T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
 
     def pairs_of(length):
@@ -282,7 +264,7 @@ def build(plan: Plan) -> PrimFunc:
                 q_rows = T.alloc_local([4], "int64")
                 q_ok = T.alloc_local([4], "int32")
                 for w in T.serial(mine):
-                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -291,7 +273,7 @@ def build(plan: Plan) -> PrimFunc:
                     limit = S_kv
                     if causal != 0:
                         if has_positions != 0:
-                            limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
+                            limit = limit_at(QPositions[b, t], S_kv)
                         else:
                             limit = T.min(S_kv, t + S_kv - S + 1)
 
@@ -375,7 +357,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_l, 0)
@@ -443,7 +425,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.wait_wgmma(0)
                         step += 1
 
-                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
@@ -474,7 +456,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_r, 0)
@@ -533,7 +515,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.barrier_arrive(right_free[1])
                         step += 1
 
-                    place(at, tile_of(bx + w * ctas, tiles), tiles_per_group)
+                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                     T.copy(o_r, KV_s[1, :, HALF:D_V])

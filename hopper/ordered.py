@@ -15,6 +15,7 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from .plan import SumPlan, TermPlan
+from .tile import limit_at
 
 THREADS = 256
 SUM_THREADS = 512  # 16 warps, whose registers fill a multiprocessor
@@ -136,7 +137,7 @@ def build_term_rows(plan: TermPlan) -> PrimFunc:
                     t = tile_0 + ti
                     limit = T.min(S_kv, t + S_kv - S + 1)
                     if has_positions != 0:
-                        limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
+                        limit = limit_at(QPositions[b, t], S_kv)
                 row = -1
                 if slot < length:
                     row = T.cast(Indices[b, ti, g, slot], i64)

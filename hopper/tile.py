@@ -38,6 +38,14 @@ def if_exists(row: Any, tokens: int, heads: Any, left: Any) -> tuple[Any, Any]:
     return token, T.if_then_else(there, head_of(row, tokens), 0)
 
 
+def limit_at(position: Any, S_kv: Any) -> Any:
+    """First row that a token at this position may not select; a position may be the largest int64.
+
+    `min(S_kv - 1, position) + 1` would be simplified to a sum that overflows.
+    """
+    return T.if_then_else(position < S_kv, position + 1, S_kv)
+
+
 def selects(bits: Any, row: Any, tokens: int) -> Any:
     """Whether the token of a row selected the slot with these bits."""
     return (bits >> token_of(row, tokens)) & 1 != 0

@@ -24,7 +24,7 @@ from tvm.tirx import PrimFunc
 
 from ..union_lists import UnionPlan
 from .ptx import LEAVE
-from .tile import leave_unless_chosen
+from .tile import leave_unless_chosen, limit_at
 
 # Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
 STATE = 2 + 32
@@ -269,7 +269,7 @@ def say_bounds(
             if causal != 0:
                 limit = T.min(S_kv, t + S_kv - S + 1)
                 if has_positions != 0:
-                    limit = T.if_then_else(QPositions[b, t] < S_kv, QPositions[b, t] + 1, S_kv)
+                    limit = limit_at(QPositions[b, t], S_kv)
         lengths[tx] = length
         limits[tx] = T.cast(T.max(T.int64(0), limit), "int32")
     T.sync_threads()
