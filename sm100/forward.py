@@ -33,8 +33,8 @@ from cutlass.cute.typing import AddressSpace
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, PIECE, PIECES, RESCALE_AT, ROLE,
-    ROW_STAGES, SLOT, SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
+    BLOCK_K, D_V, FLOOR, GROWTH_TO_WAIT, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, PIECE, PIECES, ROLE, ROW_STAGES, SLOT,
+    SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, WEIGHT_TO_WAIT, Plan,
 )  # fmt: skip
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -483,12 +483,20 @@ class Forward:
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = scores[key] if (mask >> key) & 1 != 0 else -Float32.inf
 
-                largest = self.row_maximum(smem, parity, group * 2 + side, quadrant, row, scores) * scale_log2
+                which = group * 2 + side
+                largest = self.row_maximum(smem, parity, which, quadrant, row, scores, total) * scale_log2
+                # A row's four threads decide alike; then so do the four warps of its 32 rows.
+                rises = largest > top
+                shrink = cute.math.exp2(top - largest, fastmath=True)
+                known = total
+                if cute.arch.vote_any_sync(rises & (known * shrink < WEIGHT_TO_WAIT)):
+                    known = self.row_sum(smem, parity, which, row, total)
+                outweighs = (known * shrink < WEIGHT_TO_WAIT) | (shrink < 2.0**-GROWTH_TO_WAIT)
+                rescaled = cute.arch.vote_any_sync(rises & outweighs)
+                taken = rises & rescaled
+                top = largest if taken else top
+                factor = shrink if taken else Float32(1.0)
                 parity ^= 1
-                grown = largest > top + RESCALE_AT
-                before = top
-                top = largest if grown else top
-                factor = cute.math.exp2(before - top, fastmath=True)
                 part = Float32(0.0)
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = cute.math.exp2(scores[key] * scale_log2 - top, fastmath=True)
@@ -504,8 +512,7 @@ class Forward:
                     chunk = (side * 4 + group * 2 + vector) ^ (row % 8)
                     ptx.store_words(where + chunk * 16, words[4 * vector : 4 * vector + 4])
                 cute.arch.fence_view_async_shared()
-                grown_rows = cute.arch.vote_any_sync(grown)
-                if (i > 0) & grown_rows:
+                if (i > 0) & rescaled:
                     # The product before this block's must be done with O; of a single buffer it is.
                     if const_expr(plan.p_buffers == 2):
                         ptx.wait(bar["pv_done"] + 8 * (p ^ 1), p_phase ^ p)
@@ -546,18 +553,34 @@ class Forward:
         return scores
 
     @cute.jit
-    def row_maximum(self, smem, parity, which, quadrant, row, scores):
-        """Largest score of a row's block. Buffers alternate: a slow warp may still read the block before."""
+    def row_maximum(self, smem, parity, which, quadrant, row, scores, total):
+        """Largest score of a row's block. Buffers alternate: a slow warp may still read the block before.
+
+        `total`, the thread's share of the sum before this block, is left for `row_sum`.
+        """
         largest = scores[0]
         for key in cutlass.range_constexpr(1, KEYS):
             largest = cute.arch.fmax(largest, scores[key])
-        at = smem["row_max"] + parity * (4 * ROWS_PER_CTA * 4) + row * 4
-        ptx.store_words(at + which * (ROWS_PER_CTA * 4), [largest])
+        ptx.store_words(smem["row_max"] + self.of_thread(parity, which, row), [largest])
+        ptx.store_words(smem["row_sum"] + self.of_thread(parity, which, row), [total])
         cute.arch.barrier(barrier_id=ROW_BARRIER + quadrant % 2, number_of_threads=4 * WARP)
         for step in cutlass.range_constexpr(1, 4):
-            other = at + (which ^ step) * (ROWS_PER_CTA * 4)
+            other = smem["row_max"] + self.of_thread(parity, which ^ step, row)
             largest = cute.arch.fmax(largest, ptx.load_words(other, 1, Float32)[0])
         return largest
+
+    @cute.jit
+    def row_sum(self, smem, parity, which, row, total):
+        """Sum of a row before its block, the same bits in its four threads."""
+        others = []
+        for step in cutlass.range_constexpr(1, 4):
+            other = smem["row_sum"] + self.of_thread(parity, which ^ step, row)
+            others.append(ptx.load_words(other, 1, Float32)[0])
+        return (total + others[0]) + (others[1] + others[2])
+
+    def of_thread(self, parity, which, row):
+        """Where a row's thread `which` leaves its word for the three others."""
+        return ((parity * 4 + which) * ROWS_PER_CTA + row) * 4
 
     @cute.jit
     def rescale(self, tmem, group, factor):

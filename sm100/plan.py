@@ -43,8 +43,9 @@ LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 # Running maximum before the first valid slot, in powers of two: below every score, and finite.
 FLOOR = -1e30
-# O is rescaled only when a maximum grows by more than 2**8: P then stays below 256, exact enough in 16 bits.
-RESCALE_AT = 8.0
+# A maximum that grew may wait, and O keep its scale, while the largest P is at most an eighth of the row's sum so far
+# and at most 2**8: only P of the maximum taken up is exactly 1, so a slot with most of the weight must have it.
+WEIGHT_TO_WAIT, GROWTH_TO_WAIT = 8.0, 8.0
 
 
 class PlanError(ValueError):
@@ -202,6 +203,7 @@ class Plan:
             "out": OUT_PIECES * PIECE,
             "exchange": ROLE["softmax"].warps * WARP * 16 * 4,
             "row_max": 2 * 4 * ROWS_PER_CTA * 4,
+            "row_sum": 2 * 4 * ROWS_PER_CTA * 4,
             "row_numbers": ROW_STAGES * BLOCK_K * 4,
             "slot_masks": ROW_STAGES * tokens * BLOCK_K // 8,
             "sums": 4 * ROWS_PER_CTA * 4,
