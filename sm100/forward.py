@@ -34,8 +34,8 @@ from ..scales import LN_2, LOG2_E
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, GROWTH_TO_WAIT, HALF, ITEM, OUT_PIECES, PIECE, PIECES, ROLE, ROW_STAGES, SLOT,
-    SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, WEIGHT_TO_WAIT, Plan,
+    BLOCK_K, D_V, FLOOR, GROWTH, HALF, ITEM, LOG2_SHARE, OUT_PIECES, PIECE, PIECES, ROLE, ROW_STAGES, SLOT,
+    SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
 )  # fmt: skip
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -449,6 +449,7 @@ class Forward:
         group, quadrant = warp // 4, warp % 4
         side = quadrant // 2
         row = quadrant % 2 * WARP + lane
+        which = group * 2 + side  # of the row's threads
         _, token = plan.rows.of(row, rank)
         s_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
@@ -457,6 +458,7 @@ class Forward:
         parity = Int32(0)
         for tile in cutlass.range(first, tiles, step):
             top, total = Float32(FLOOR), Float32(0.0)
+            bound = top  # of a maximum that need not be asked about
             for i in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
@@ -465,6 +467,7 @@ class Forward:
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
+                ptx.store_words(smem["row_sum"] + self.of_thread(parity, which, row), [total])
 
                 # Own keys of this half's sums, and those that the other half's thread of the same row owns.
                 ptx.wait(bar["s_ready"], s_phase)
@@ -484,20 +487,17 @@ class Forward:
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = scores[key] if (mask >> key) & 1 != 0 else -Float32.inf
 
-                which = group * 2 + side
-                largest = self.row_maximum(smem, parity, which, quadrant, row, scores, total) * scale_log2
-                # A row's four threads decide alike; then so do the four warps of its 32 rows.
-                rises = largest > top
-                shrink = cute.math.exp2(top - largest, fastmath=True)
-                known = total
-                if cute.arch.vote_any_sync(rises & (known * shrink < WEIGHT_TO_WAIT)):
-                    known = self.row_sum(smem, parity, which, row, total)
-                outweighs = (known * shrink < WEIGHT_TO_WAIT) | (shrink < 2.0**-GROWTH_TO_WAIT)
-                rescaled = cute.arch.vote_any_sync(rises & outweighs)
-                taken = rises & rescaled
-                top = largest if taken else top
-                factor = shrink if taken else Float32(1.0)
+                largest = self.row_maximum(smem, parity, which, quadrant, row, scores) * scale_log2
+                # A row's four threads decide alike, so the four warps of its 32 rows do.
+                before, rescaled = top, Boolean(False)
+                if cute.arch.vote_any_sync(largest > bound):
+                    level = top + cute.math.log2(self.row_sum(smem, parity, which, row, total), fastmath=True)
+                    rescaled = cute.arch.vote_any_sync(largest > self.bound(level, top))
+                    if rescaled:
+                        top = cute.arch.fmax(top, largest)
+                    bound = self.bound(level, top)
                 parity ^= 1
+                factor = cute.math.exp2(before - top, fastmath=True)
                 part = Float32(0.0)
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = cute.math.exp2(scores[key] * scale_log2 - top, fastmath=True)
@@ -523,7 +523,7 @@ class Forward:
 
             ptx.wait(bar["stats_free"], stats_phase)
             stats_phase ^= 1
-            ptx.store_words(smem["sums"] + ((group * 2 + side) * ROWS_PER_CTA + row) * 4, [total])
+            ptx.store_words(smem["sums"] + (which * ROWS_PER_CTA + row) * 4, [total])
             if warp < 2:  # one of the four threads of a row
                 ptx.store_words(smem["maxima"] + row * 4, [top])
             cute.arch.sync_warp()
@@ -554,16 +554,12 @@ class Forward:
         return scores
 
     @cute.jit
-    def row_maximum(self, smem, parity, which, quadrant, row, scores, total):
-        """Largest score of a row's block. Buffers alternate: a slow warp may still read the block before.
-
-        `total`, the thread's share of the sum before this block, is left for `row_sum`.
-        """
+    def row_maximum(self, smem, parity, which, quadrant, row, scores):
+        """Largest score of a row's block. Buffers alternate: a slow warp may still read the block before."""
         largest = scores[0]
         for key in cutlass.range_constexpr(1, KEYS):
             largest = cute.arch.fmax(largest, scores[key])
         ptx.store_words(smem["row_max"] + self.of_thread(parity, which, row), [largest])
-        ptx.store_words(smem["row_sum"] + self.of_thread(parity, which, row), [total])
         cute.arch.barrier(barrier_id=ROW_BARRIER + quadrant % 2, number_of_threads=4 * WARP)
         for step in cutlass.range_constexpr(1, 4):
             other = smem["row_max"] + self.of_thread(parity, which ^ step, row)
@@ -572,12 +568,17 @@ class Forward:
 
     @cute.jit
     def row_sum(self, smem, parity, which, row, total):
-        """Sum of a row before its block, the same bits in its four threads."""
+        """Sum of a row before its block, behind `row_maximum`: the same bits in its four threads."""
         others = []
         for step in cutlass.range_constexpr(1, 4):
             other = smem["row_sum"] + self.of_thread(parity, which ^ step, row)
             others.append(ptx.load_words(other, 1, Float32)[0])
         return (total + others[0]) + (others[1] + others[2])
+
+    @cute.jit
+    def bound(self, level, top):
+        """What a maximum may grow to beside `top`, by log2 of the row's sum."""
+        return cute.arch.fmin(cute.arch.fmax(level - LOG2_SHARE, top), top + GROWTH)
 
     def of_thread(self, parity, which, row):
         """Where a row's thread `which` leaves its word for the three others."""

@@ -43,7 +43,7 @@ TMEM_COLUMNS, TMEM_LANES = 512, 128
 FLOOR = -1e30
 # A maximum that grew may wait, and O keep its scale, while the largest P is at most an eighth of the row's sum so far
 # and at most 2**8: only P of the maximum taken up is exactly 1, so a slot with most of the weight must have it.
-WEIGHT_TO_WAIT, GROWTH_TO_WAIT = 8.0, 8.0
+LOG2_SHARE, GROWTH = 3.0, 8.0
 
 
 class PlanError(ValueError):
