@@ -57,7 +57,7 @@ HALF_K = BLOCK_K // 2
 KEYS = HALF_K // 2  # keys of a row that one softmax thread owns
 P_BYTES = ROWS_PER_CTA * BLOCK_K * ITEM
 K_MAJOR = dict(leading=16, stride=8 * SPAN * ITEM)
-RESCALE_COLUMNS = 32
+RESCALE_COLUMNS = 64
 PAIR_BARRIER, ROW_BARRIER, OUT_BARRIER = 1, 5, 7  # named barriers: first numbers
 
 
@@ -592,7 +592,10 @@ class Forward:
         for chunk in cutlass.range_constexpr(HALF // 2 // RESCALE_COLUMNS):
             columns = ptx.load_columns(start + chunk * RESCALE_COLUMNS, RESCALE_COLUMNS)
             cute.arch.fence_view_async_tmem_load()
-            ptx.store_columns(start + chunk * RESCALE_COLUMNS, [c * factor for c in columns])
+            scaled = []
+            for pair in zip(columns[::2], columns[1::2], strict=True):
+                scaled += cute.arch.mul_packed_f32x2(pair, (factor, factor))
+            ptx.store_columns(start + chunk * RESCALE_COLUMNS, scaled)
         cute.arch.fence_view_async_tmem_store()
         ptx.fence_before()
 
