@@ -3,8 +3,9 @@
     s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
 
 `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` -> `out [B, S, H, 512]`, `lse [B, S, H]`. Online softmax
-over blocks of 64 slots (Milakov and Gimelshein 2018), O rescaled only when a maximum grows by more than 2^8 (as in
-FlashAttention-4). How columns and lanes are split is told in `plan.py`, what a row is in `heads.py`.
+over blocks of 64 slots (Milakov and Gimelshein 2018). O is not rescaled for every larger maximum (as in
+FlashAttention-4): one that weighs at most an eighth of the row's sum waits. How columns and lanes are split is told in
+`plan.py`, what a row is in `heads.py`.
 
 Pipeline of blocks i and i + 1, time down; a name behind > is the barrier that announces it:
 
@@ -458,7 +459,7 @@ class Forward:
         parity = Int32(0)
         for tile in cutlass.range(first, tiles, step):
             top, total = Float32(FLOOR), Float32(0.0)
-            bound = top  # of a maximum that need not be asked about
+            bound = top  # a maximum up to here may wait, by the row's sum when it was last asked for
             for i in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
@@ -489,20 +490,22 @@ class Forward:
 
                 largest = self.row_maximum(smem, parity, which, quadrant, row, scores) * scale_log2
                 # A row's four threads decide alike, so the four warps of its 32 rows do.
-                before, rescaled = top, Boolean(False)
+                rescaled, factor = Boolean(False), Float32(1.0)
                 if cute.arch.vote_any_sync(largest > bound):
                     level = top + cute.math.log2(self.row_sum(smem, parity, which, row, total), fastmath=True)
                     rescaled = cute.arch.vote_any_sync(largest > self.bound(level, top))
                     if rescaled:
+                        before = top
                         top = cute.arch.fmax(top, largest)
+                        factor = cute.math.exp2(before - top, fastmath=True)
+                        total *= factor
                     bound = self.bound(level, top)
                 parity ^= 1
-                factor = cute.math.exp2(before - top, fastmath=True)
                 part = Float32(0.0)
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = cute.math.exp2(scores[key] * scale_log2 - top, fastmath=True)
                     part += scores[key]
-                total = total * factor + part
+                total += part
 
                 # Of two buffers, these scores were announced behind the product that read this one.
                 if const_expr(plan.p_buffers == 1):
@@ -577,7 +580,7 @@ class Forward:
 
     @cute.jit
     def bound(self, level, top):
-        """What a maximum may grow to beside `top`, by log2 of the row's sum."""
+        """The largest maximum that may wait while `top` is taken; `level` is log2 of the row's sum, in units of 1."""
         return cute.arch.fmin(cute.arch.fmax(level - LOG2_SHARE, top), top + GROWTH)
 
     def of_thread(self, parity, which, row):

@@ -41,8 +41,9 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use (227 KB)
 TMEM_COLUMNS, TMEM_LANES = 512, 128
 # Running maximum before the first valid slot, in powers of two: below every score, and finite.
 FLOOR = -1e30
-# A maximum that grew may wait, and O keep its scale, while the largest P is at most an eighth of the row's sum so far
-# and at most 2**8: only P of the maximum taken up is exactly 1, so a slot with most of the weight must have it.
+# Only P of the running maximum itself is exactly 1; rounded, P of a slot with most of the weight would be the whole
+# error of out. So a larger maximum may wait, and O keep its scale, only while its P is at most 2**-3 of the row's sum
+# so far, and at most 2**8.
 LOG2_SHARE, GROWTH = 3.0, 8.0
 
 
@@ -61,7 +62,7 @@ class Role:
 
 
 ROLES = (
-    Role("softmax", 0, 8, "scores to P, running maximum and sum; rescales O when a maximum grows much"),
+    Role("softmax", 0, 8, "scores to P, running maximum and sum; rescales O when a maximum weighs much"),
     Role("epilogue", 8, 4, "O / l to out, lse"),
     Role("mma", 12, 1, "all tensor-core work (of a pair: the even CTA's)"),
     Role("index", 13, 1, "indices to row numbers and slot masks"),

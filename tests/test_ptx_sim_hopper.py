@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from .ptx_sim import coverage, project_hopper, race_commands
+from .simulated_judge import late_weight
 
 REASON = project_hopper.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
@@ -81,22 +82,12 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
 
 
 def test_a_slot_that_comes_late_with_all_the_weight() -> None:
-    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
     from cute_sparse_mla import fwd
-    from cute_sparse_mla.precision import Inputs, Judge
+    from cute_sparse_mla.precision import Judge
 
-    H, D, K = 64, 512, 192
-    kv = torch.zeros(1, K, 1, D)
-    # The first number of a row is its score: of the slots before it, one lies 6 to 8 powers of 2 below. Its other
-    # numbers are 1, so that out is its weight.
-    kv[..., 0] = -8
-    kv[0, 3, 0, 0], kv[0, 100, 0, 0], kv[0, 100, 0, 1:] = 1, 2, 1
-    q = torch.zeros(1, 1, H, D)
-    q[..., 0] = torch.linspace(6, 8, H) * math.log(2)
-    indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
-    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, torch.ones(1, 1, H, 512).bfloat16(), 512, 1.0)
+    inputs = late_weight(64, 512)
     with project_hopper.simulated() as recorder:
-        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=1.0, backend="sm90")
+        out, lse = fwd(inputs.q, inputs.kv, inputs.indices, sm_scale=1.0, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     assert not [f for r in recorder.reports for f in r.findings]
