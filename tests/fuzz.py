@@ -75,6 +75,8 @@ SINKS = (None, None, "random", "random", 0.0, 50.0, 200.0, -200.0, math.inf, -ma
 FP32_NOISE = 5e-8
 TENSOR_CORE_NOISE = 2e-7
 ULPS = 1e-8
+# Relative error of a P in fp32: of its exp2 and products, and of half an ulp of lse in base 2 per unit of |lse|.
+P_NOISE, P_NOISE_PER_LSE = 2.0**-21, 2.0**-24
 # Scores count as cancelled when their products' absolute values sum to this many times the score; 14 is usual.
 CANCELLED = 4
 # Stands for how many times a limit of 0 something is off: JSON has no infinity.
@@ -354,14 +356,15 @@ def cancelled_gradients(
     """Whether every row of a `dq` or `dkv` that misses the clause is what the hardware's sums make of it.
 
     A row of dq must lie within the clause's limit of what follows from scores and dP as the tensor core sums them (in a
-    simulator, from exact ones, but for `FP32_NOISE`). Or a row's limit is that of one of three budget implementations,
-    of which two have the noise of such sums in their scores, so that a P or dS at the middle of two numbers is rounded
-    to the other one. Without these rows the whole must be within the clause.
+    simulator, from exact ones, but for `FP32_NOISE`). Or a row's limit is that of a budget implementation. Both are
+    taken three times, twice with the noise of such sums and of fp32 in P, so that a P or dS at the middle of two
+    numbers is rounded to the other one. Without these rows the whole must be within the clause.
     """
     got, oracle = (getattr(r, name) for r in (results, exact))
     rule, real = replace(judge.rules[1], outputs=torch.float32), target == "sm90"
     largest = float(i.kv.float().norm(dim=-1).max())
     shift = i.sm_scale * (TENSOR_CORE_NOISE if real else FP32_NOISE) * largest * i.q.float().norm(dim=-1)
+    shift = shift + P_NOISE + P_NOISE_PER_LSE * results.lse.abs().nan_to_num(posinf=0)
     lses = (results.lse, results.lse + shift, results.lse - shift)
     budgets = [getattr(judge.gradients(results.out, lse, rule), name) for lse in lses]
     if name == "dq" or not contract.dkv_buffer:
@@ -373,13 +376,14 @@ def cancelled_gradients(
     followed = torch.zeros_like(beyond)
     if name == "dq":
         loose = errors > TOTAL_FACTOR * granted[0] + floor
-        model = modelled_dq(i, valid, results.out, results.lse, loose, real)
+        models = torch.stack([modelled_dq(i, valid, results.out, lse, loose, real) for lse in lses])
         weight = torch.ones_like(errors)
         if i.attn_sink is not None:
             weight = torch.sigmoid(results.lse.double() - i.attn_sink.double()).nan_to_num()
         value = float(i.kv[..., : i.d_v].float().norm(dim=-1).max())
         rest = (ULPS if real else FP32_NOISE) * i.sm_scale * largest * value * weight * i.dout.double().norm(dim=-1)
-        followed = loose & ((got.double() - model).norm(dim=-1) <= ROW_FACTOR * granted[0] + floor + rest)
+        nearest = (got.double() - models).norm(dim=-1).amin(dim=0)
+        followed = loose & (nearest <= ROW_FACTOR * granted[0] + floor + rest)
     if bool((beyond & ~flipped & ~followed).any()):
         return False
     without = torch.where((beyond | followed)[..., None], oracle, got.to(oracle.dtype))
