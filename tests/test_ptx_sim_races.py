@@ -596,7 +596,8 @@ def test_survivors_are_explained() -> None:
     found = [inquiry.try_site(site) for site in last]
     assert [(o.verdict, o.kind) for o in found] == [("survived", "twin"), ("survived", "twin"), ("survived", "idle")]
     assert "without both: order" in found[0].detail
-    assert inquiry.redundant(last) == ([last[0], last[2]], "")
+    for processes in (1, 2, 3):
+        assert inquiry.redundant(last, processes) == ([last[0], last[2]], "")
 
 
 def test_a_mutant_is_judged_on_several_inputs() -> None:

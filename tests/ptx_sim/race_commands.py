@@ -143,7 +143,7 @@ def _mutants(title: str, inquiry: sync_mutants.Inquiry, processes: int) -> dict:
         if outcome.verdict == "survived":
             print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
     survivors = [site for site, outcome in zip(sites, found, strict=True) if outcome.verdict == "survived"]
-    gone, wrong = inquiry.redundant(survivors)
+    gone, wrong = inquiry.redundant(survivors, processes)
     record = sync_mutants.table(inquiry, found, gone, wrong)
     print(f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle")
     if survivors:
