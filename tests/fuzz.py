@@ -46,7 +46,7 @@ from torch import Tensor
 import cute_sparse_mla
 from bench.cases import INVALID_PATTERNS, Case
 from bench.report import append_jsonl
-from cute_sparse_mla import env, reference
+from cute_sparse_mla import arguments, env, reference
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import (
     FLOOR,
@@ -764,7 +764,7 @@ def main() -> int:
     parser.add_argument(
         "--allow-cancelled-gradients", action="store_true", help="a dq or dkv of cancelled gradients is no failure"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the outcome as a JSON line")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append the outcome as a JSON line")
     parser.add_argument(
         "--resume", action="store_true", help="count what the file has of the present kernels, and keep it up to date"
     )
