@@ -29,13 +29,18 @@ q and list into the L2 before the last pair. q comes in two halves, since the sc
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
-do those of rows whose token did not select the slot. m is the running maximum itself, not one that lags behind: P of a
-slot that has all the weight is then 1, which rounding leaves alone. Tiles of several tokens start from the last, whose
-lists are the longest in a text. A product's scores start from nothing: a product that adds to values from registers
-would wait for them, and ptxas makes that wait one for all products in flight.
+do those of rows whose token did not select the slot. A row's m may lag behind what a block finds by as much as leaves P
+of every slot at most an eighth of the sum so far (and 256), so that most blocks leave O as it is; P of a slot that has
+most of the weight is 1, which rounding leaves alone. Tiles of several tokens start from the last, whose lists are the
+longest in a text. A product's scores start from nothing: a product that adds to values from registers would wait for
+them, and ptxas makes that wait one for all products in flight.
+
+Words on validity and bits of tokens come with the copies behind them: right_ready[0] and left_ready[1] announce them,
+and q, too.
 """
 
 import tilelang.language as T  # noqa: I001
+from tilelang.layout import make_wgmma_swizzled_layout
 from tvm.tirx import PrimFunc
 
 from ..scales import LN_2
@@ -43,13 +48,15 @@ from .plan import (
     BLOCK_K, D_V, HALF, ITEM, LINE, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
+from .ptx import ELEMENT, GATHER, LEAVE, OPERAND, ROW_SCALE, SCORES, SUBNORMAL, VALID, WGMMA_TYPE
 from .tile import (
     PASSES, STEP, begin, exists, find_tile, head_of, if_exists, limit_at, load_bits, store_rows, token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
+# What a part of a block's scores does (ptx.SCORES).
+BEGINS, FENCES, ENDS = range(3)
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -64,6 +71,7 @@ def build(plan: Plan) -> PrimFunc:
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
+    STORE_SCALED = f"sparse_mla::store_scaled<{ELEMENT[dtype]}>"
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Tiles along the sequence, each with a gather list of up to K slots.
@@ -126,9 +134,9 @@ def build(plan: Plan) -> PrimFunc:
                 T.call_extern("handle", "sparse_mla::ask_for", T.address_of(Indices[b, ti, g, entry]))
 
     @T.macro
-    def say_valid(slots, ready, block, ok):
-        T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
-        T.barrier_arrive(ready[block])
+    def say_valid(slots, block, ok):
+        if TOKENS == 1:
+            T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
 
     @T.macro
     def load_valid(valid, slots, block):
@@ -145,13 +153,26 @@ def build(plan: Plan) -> PrimFunc:
                 "handle", f"sparse_mla::mask_tokens<{TOKENS}>", s.data, T.access_ptr(slots[block, 0], "r", BLOCK_K)
             )
 
+    def product_of(columns, flags):
+        said = ", ".join("true" if flag in flags else "false" for flag in (BEGINS, FENCES, ENDS))
+        return f"sparse_mla::scores<{WGMMA_TYPE[dtype]}, {columns}, {said}>"
+
+    @T.macro
+    def scores(s, Q_s, KV_s, block, first, last, *flags):
+        # Scores of a block, their part from columns [first, last).
+        T.call_extern(
+            "handle", product_of(last - first, flags),
+            s.data, T.address_of(Q_s[0, first]), T.address_of(KV_s[block, 0, first]),
+        )  # fmt: skip
+
     def row_of_max(maxima, thread):
         row = thread // 32 * 16 + thread % 32 // 4
         return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(maxima[row]))
 
-    def corner_of_p(P_s, block, thread):
-        row, column = thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8
-        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
+    def corner(X_s, block, first, thread):
+        # Where a warpgroup's operand or output begins for a thread, from column `first`.
+        row, column = thread // 32 * 16 + thread % 16, first + thread % 32 // 16 * 8
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(X_s[block, row, column]))
 
     @T.macro
     def hand_over(p, p_at, block, ready):
@@ -161,6 +182,18 @@ def build(plan: Plan) -> PrimFunc:
         T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
+
+    @T.macro
+    def next_max(found, before, sums, others, factors, scale_log2):
+        # The rows' maximum after a block, in place of what the block's is.
+        T.call_extern(
+            "handle", "sparse_mla::next_max", found.data, before.data, sums.data, T.address_of(others[0, 0]),
+            factors.data, scale_log2,
+        )  # fmt: skip
+
+    @T.macro
+    def share_sums(sums, shared):
+        T.call_extern("handle", "sparse_mla::share_sums", sums.data, T.address_of(shared[0, 0]))
 
     @T.macro
     def add_sums(p, sums, scale):
@@ -213,26 +246,28 @@ def build(plan: Plan) -> PrimFunc:
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
         with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
-            T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + SCORES + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
+            T.annotate_layout({Q_s: make_wgmma_swizzled_layout(Q_s)})
             # Which slots are valid, 16 a word (ptx.VALID), or of each slot who selected it, bit t for token t.
             slots = T.alloc_shared([2, 4 if TOKENS == 1 else BLOCK_K], "int32", scope="shared")
             max_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             max_1 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_0 = T.alloc_shared([ROWS], fp32, scope="shared")
             sum_1 = T.alloc_shared([ROWS], fp32, scope="shared")
+            # Each lane's sums of exponentials, of its two rows over its columns.
+            parts_0 = T.alloc_shared([2, WARPGROUP], fp32, scope="shared")
+            parts_1 = T.alloc_shared([2, WARPGROUP], fp32, scope="shared")
             sinks = T.alloc_shared([2, ROWS], fp32, scope="shared")
             if TAIL:  # noqa: SIM108
                 P_s = KV_s
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
 
-            q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             q_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
-            slots_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             left_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             max_0_ready = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -307,15 +342,12 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(left_free[0], (step & 1) ^ 1)
                         if TOKENS > 1:
                             load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
-                            T.cp_async_barrier_noinc(slots_ready[0])
                         gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
                         T.cp_async_barrier_noinc(left_ready[0])
                         if i == 0:
                             # The scores begin with L: what R needs comes after it.
                             gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D)
-                            T.cp_async_barrier_noinc(q_ready)
-                        if TOKENS == 1:
-                            say_valid(slots, slots_ready, 0, ok)
+                        say_valid(slots, 0, ok)
 
                         T.barrier_wait(right_free[0], (step & 1) ^ 1)
                         gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
@@ -324,11 +356,9 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(right_free[1], (step & 1) ^ 1)
                         if TOKENS > 1:
                             load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
-                            T.cp_async_barrier_noinc(slots_ready[1])
                         gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
                         T.cp_async_barrier_noinc(right_ready[1])
-                        if TOKENS == 1:
-                            say_valid(slots, slots_ready, 1, ok)
+                        say_valid(slots, 1, ok)
 
                         T.barrier_wait(left_free[1], (step & 1) ^ 1)
                         gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
@@ -353,8 +383,10 @@ def build(plan: Plan) -> PrimFunc:
                 valid_0 = T.alloc_local([4], "int32")
                 max_0_at = T.alloc_var("uint32")
                 p_0_at = T.alloc_var("uint32")
+                out_0_at = T.alloc_var("uint32")
                 max_0_at = row_of_max(max_0, tx)
-                p_0_at = corner_of_p(P_s, 0, tx)
+                p_0_at = corner(P_s, 0, P_LO, tx)
+                out_0_at = corner(KV_s, 1, 0, tx)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -369,12 +401,10 @@ def build(plan: Plan) -> PrimFunc:
                     if ctas > 0:
                         T.barrier_wait(left_ready[0], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
-                        T.barrier_wait(q_ready, w & 1)
+                        scores(s_0, Q_s, KV_s, 0, 0, HALF, BEGINS, FENCES)
                         T.barrier_wait(right_ready[0], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
-                        T.barrier_wait(slots_ready[0], step & 1)
+                        scores(s_0, Q_s, KV_s, 0, HALF, D, ENDS)
                         load_valid(valid_0, slots, 0)
                         T.wait_wgmma(0)
 
@@ -382,8 +412,8 @@ def build(plan: Plan) -> PrimFunc:
                         mask(s_0, valid_0, slots, 0)
                         T.copy(m_both_0, m_prev_0)
                         T.reduce_max(s_0, m_0, dim=1, clear=True)
-                        for h in T.Parallel(ROWS):
-                            m_0[h] = T.max(m_prev_0[h], m_0[h])
+                        T.fill(scale_0, 1)  # the other's sums are in powers of the same maximum
+                        next_max(m_0, m_prev_0, l_0, parts_1, scale_0, scale_log2)
                         T.call_extern("handle", "sparse_mla::say_rows", m_0.data, max_0_at)
                         T.barrier_arrive(max_0_ready)
                         for h in T.Parallel(ROWS):
@@ -401,6 +431,7 @@ def build(plan: Plan) -> PrimFunc:
                             scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
                         for h in T.Parallel(ROWS):
                             l_0[h] *= scale_0[h]
+                        share_sums(l_0, parts_0)
                         T.wait_wgmma(0)
                         T.barrier_arrive(left_free[0])
                         if i + 1 == pairs:
@@ -409,16 +440,16 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(p_1_ready, step & 1)
                         T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
                         if i + 1 < pairs:
-                            # The next pair's scores follow at once: their product needs nothing of this pair.
+                            # The next pair's scores follow at once: their product needs nothing of this pair. What it
+                            # overwrites was read before the fence of the product with P1.
                             T.barrier_wait(left_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                            scores(s_0, Q_s, KV_s, 0, 0, HALF, BEGINS, ENDS)
                             T.wait_wgmma(1)
                             T.barrier_arrive(left_free[1])
                             T.barrier_wait(right_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
-                            T.barrier_wait(slots_ready[0], (step + 1) & 1)
+                            scores(s_0, Q_s, KV_s, 0, HALF, D, ENDS)
                             load_valid(valid_0, slots, 0)
                             T.wait_wgmma(0)
                         else:
@@ -431,8 +462,8 @@ def build(plan: Plan) -> PrimFunc:
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
                             Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
-                    T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
-                    T.copy(o_l, KV_s[1, :, :HALF])
+                    T.call_extern("handle", STORE_SCALED, o_l.data, l_0.data, out_0_at)
+                    T.sync_threads(3, WARPGROUP)
                     store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF, (1,))
                     T.barrier_arrive(left_free[1])
 
@@ -452,8 +483,10 @@ def build(plan: Plan) -> PrimFunc:
                 valid_1 = T.alloc_local([4], "int32")
                 max_1_at = T.alloc_var("uint32")
                 p_1_at = T.alloc_var("uint32")
+                out_1_at = T.alloc_var("uint32")
                 max_1_at = row_of_max(max_1, tx - WARPGROUP)
-                p_1_at = corner_of_p(P_s, 1, tx - WARPGROUP)
+                p_1_at = corner(P_s, 1, P_LO, tx - WARPGROUP)
+                out_1_at = corner(KV_s, 1, HALF, tx - WARPGROUP)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -463,18 +496,16 @@ def build(plan: Plan) -> PrimFunc:
                     T.fill(o_r, 0)
                     T.fill(l_1, 0)
                     T.fill(m_both_1, FLOOR)
-                    T.barrier_wait(q_ready, w & 1)
 
                     for i in T.serial(pairs):
                         T.barrier_wait(right_ready[1], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
+                        scores(s_1, Q_s, KV_s, 1, HALF, D_V, BEGINS, FENCES)
                         T.barrier_wait(left_ready[1], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
                         if TAIL:
-                            T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
-                        T.barrier_wait(slots_ready[1], step & 1)
+                            scores(s_1, Q_s, KV_s, 1, D_V, D)
+                        scores(s_1, Q_s, KV_s, 1, 0, HALF, ENDS)
                         load_valid(valid_1, slots, 1)
                         # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is
                         # under way; here it is taken up beside the product of block 1's scores.
@@ -492,8 +523,8 @@ def build(plan: Plan) -> PrimFunc:
                         mask(s_1, valid_1, slots, 1)
                         T.reduce_max(s_1, m_1, dim=1, clear=True)
                         T.copy(m_both_1, m_prev_1)
-                        for h in T.Parallel(ROWS):
-                            m_both_1[h] = T.max(m_both_1[h], m_1[h])
+                        next_max(m_1, m_prev_1, l_1, parts_0, scale_1, scale_log2)
+                        T.copy(m_1, m_both_1)
                         T.call_extern("handle", "sparse_mla::say_rows", m_both_1.data, max_1_at)
                         T.barrier_arrive(max_1_ready)
                         for h in T.Parallel(ROWS):
@@ -503,6 +534,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.copy(s_1, p_1)
                         hand_over(p_1, p_1_at, 1, p_1_ready)
                         add_sums(s_1, l_1, scale_1)
+                        share_sums(l_1, parts_1)
                         T.wait_wgmma(0)
                         T.barrier_arrive(right_free[0])
                         if i + 1 == pairs:
@@ -518,8 +550,8 @@ def build(plan: Plan) -> PrimFunc:
 
                     find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
-                    T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
-                    T.copy(o_r, KV_s[1, :, HALF:D_V])
+                    T.call_extern("handle", STORE_SCALED, o_r.data, l_1.data, out_1_at)
+                    T.sync_threads(4, WARPGROUP)
                     store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V, (1,))
                     T.barrier_arrive(right_free[1])
 

@@ -190,6 +190,32 @@ __device__ __forceinline__ int all_valid(const void *rows) {
 }  // namespace sparse_mla
 """
 
+SCORES = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
+namespace sparse_mla {
+// The part of scores [64 x 64] that comes from `Columns` columns of q and kv, which stand in panels of [64 rows x 128
+// bytes]. The first part of a block `Begins` from nothing, and `Fences` its products off from what was done with the
+// accumulator before, unless another product since has. One can wait for a part that `Ends`, and those before it.
+template <tl::DataType Type, int Columns, bool Begins, bool Fences, bool Ends>
+__device__ __forceinline__ void scores(const void *s, const void *q, const void *kv) {
+  float *c = static_cast<float *>(const_cast<void *>(s));
+  tl::GmmaDescriptor a, b;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(q));
+  tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(kv));
+  tl::warpgroup_fence_operand(c, 32);
+  if (Fences) tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < Columns / 16; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 8192 + k % 4 * 32) >> 4)),
+        reinterpret_cast<uint32_t *>(c), !Begins || k > 0);
+  if (Ends) tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(c, 32);
+}
+}  // namespace sparse_mla
+"""
+
 STACKED_SCORES = r"""
 #include <tl_templates/cuda/instruction/wgmma.h>
 #include <tl_templates/cuda/intrin.h>
@@ -333,6 +359,8 @@ __device__ __forceinline__ float add_product(float sum, float a, float b) {
 """
 
 ROW_SCALE = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 namespace sparse_mla {
 // A warpgroup's accumulators in the m64 layout: a lane holds two rows, 8 apart, two columns of each at a time.
 // Multiply the rows of a [64 x 256] accumulator by a factor each, unless all rows of the warp have factor 1: once the
@@ -345,18 +373,72 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
     for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
   }
 }
-// w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
-// number wherever the result is not 0: one of the two roots is 1, the other that of a power below 1.
+// w / sum with w = sigmoid(gap). Of exp(gap) only the root is formed, which is a normal number wherever the result is
+// not 0: one of the two roots is 1, the other that of a power below 1.
 __device__ __forceinline__ float weight_over(float sum, float gap) {
   const float up = exp2f(fminf(gap, 0.f) * 0.72134752f), down = exp2f(fmaxf(gap, 0.f) * -0.72134752f);  // exp(x / 2)
   const float root = up * down;
   return product(up / (sum * (1.f + root * root)), up);
 }
-__device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
-  float *o = static_cast<float *>(accumulator);
-  const float *s = static_cast<const float *>(factors);
+__device__ __forceinline__ unsigned two(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const unsigned *>(&pair);
+}
+__device__ __forceinline__ unsigned two(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const unsigned *>(&pair);
+}
+// A warpgroup's [64 x 256] accumulator, its rows multiplied by a factor each, to shared memory: 16-bit elements in four
+// panels of [64 rows x 128 bytes]. `shared` as in `store_operand`.
+template <typename Element>
+__device__ __forceinline__ void store_scaled(const void *accumulator, const void *factors, unsigned shared) {
+  const float *o = static_cast<const float *>(accumulator), *s = static_cast<const float *>(factors);
 #pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
+  for (int panel = 0; panel < 4; ++panel, o += 32) {
+    unsigned operand[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float factor = s[i % 2];
+      operand[i] = two(Element(), product(o[2 * i], factor), product(o[2 * i + 1], factor));
+    }
+    store_operand(operand, shared + 8192 * panel);
+  }
+}
+// A lane's sums of its two rows, for the same lane of the other warpgroup: `shared [2 x 128]`.
+__device__ __forceinline__ void share_sums(const void *sums, const void *shared) {
+  const float *l = static_cast<const float *>(sums);
+  float *to = static_cast<float *>(const_cast<void *>(shared)) + threadIdx.x % 128;
+  to[0] = l[0];
+  to[128] = l[1];
+}
+// The maximum of two rows after a block in which they `found` theirs, in its place. It stays what it was `before` while
+// P of the largest slot is at most 256, and at most an eighth of the row's sum of exponentials so far: P above 1 is
+// rounded as any, and nothing but a 1 is exact, so a slot with much of the weight must be one. `sums`: the lane's part
+// of the warpgroup's, in powers of `before`; `shared`, times `factors`: of the other's up to the pair before, read only
+// behind a pair that had a valid slot. The four lanes of a row decide alike.
+__device__ __forceinline__ void next_max(void *found, const void *before, const void *sums, const void *shared,
+                                         const void *factors, float scale_log2) {
+  float *next = static_cast<float *>(found);
+  const float *m = static_cast<const float *>(before), *l = static_cast<const float *>(sums);
+  const float *f = static_cast<const float *>(factors);
+  if (__any_sync(0xffffffffu, next[0] > m[0] || next[1] > m[1])) {
+    float all[2] = {l[0], l[1]};
+    if (all[0] + all[1] > 0.f) {
+      const float *other = static_cast<const float *>(shared) + threadIdx.x % 128;
+      all[0] += f[0] * other[0];
+      all[1] += f[1] * other[128];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = all[i] + __shfl_xor_sync(0xffffffffu, all[i], 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const bool grows = exp2f((next[i] - m[i]) * scale_log2) > fminf(sum * 0.125f, 256.f);
+      next[i] = grows ? fmaxf(next[i], m[i]) : m[i];
+    }
+  } else {
+    next[0] = m[0];
+    next[1] = m[1];
+  }
 }
 // sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
 __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {
@@ -396,8 +478,10 @@ __device__ __forceinline__ void say_valid(const void *valid, const void *words, 
   unsigned word = 0;
 #pragma unroll
   for (int r = 0; r < 4; ++r) word |= (__ballot_sync(0xffffffffu, ok[r] != 0) & 0x01010101u) << r;
-  unsigned *to = static_cast<unsigned *>(const_cast<void *>(words)) + 4 * block + threadIdx.x / 32 % 4;
-  if (threadIdx.x % 32 == 0) *to = word;
+  const unsigned *to = static_cast<const unsigned *>(words) + 4 * block + threadIdx.x / 32 % 4;
+  if (threadIdx.x % 32 == 0)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "r"(word)
+                 : "memory");
 }
 // Scores [64 x 64] of a warpgroup (m64 layout): -inf where the slot is invalid. `words`: those of the block.
 __device__ __forceinline__ void mask(void *scores, const void *words) {

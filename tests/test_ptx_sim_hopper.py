@@ -80,26 +80,50 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-def test_a_slot_that_comes_late_with_all_the_weight() -> None:
-    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
+def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int) -> None:
+    """A token of a head for each of `powers`: that power of 2 is the exponential of slot `late`, the others' `scores`.
+
+    The late slot's row of kv is 1 in all but the first numbers, the others' 0, so that out is its weight.
+    """
     from cute_sparse_mla import fwd
     from cute_sparse_mla.precision import Inputs, Judge
 
-    H, D, K = 64, 512, 192
+    H, D, K = len(powers), 512, len(scores)
     kv = torch.zeros(1, K, 1, D)
-    # The first number of a row is its score: of the slots before it, one lies 6 to 8 powers of 2 below. Its other
-    # numbers are 1, so that out is its weight.
-    kv[..., 0] = -8
-    kv[0, 3, 0, 0], kv[0, 100, 0, 0], kv[0, 100, 0, 1:] = 1, 2, 1
+    kv[0, :, 0, 0] = scores
+    kv[0, late] = 1
+    kv[0, late, 0, 0] = 0
     q = torch.zeros(1, 1, H, D)
-    q[..., 0] = torch.linspace(6, 8, H) * math.log(2)
+    q[..., 0], q[..., 1] = math.log(2), powers * math.log(2)
     indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
     inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, torch.ones(1, 1, H, 512).bfloat16(), 512, 1.0)
     with project_hopper.simulated() as recorder:
         out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=1.0, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    [launch] = recorder.launches
+    assert not race_commands.check(launch)[0]
     assert not [f for r in recorder.reports for f in r.findings]
+
+
+def test_a_slot_that_comes_late_with_all_the_weight() -> None:
+    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
+    scores = torch.full((192,), -60.0)
+    scores[3] = 0
+    judge_a_late_slot(scores, powers=torch.linspace(6, 8, 64), late=100)
+
+
+@pytest.mark.parametrize(("before", "late"), ((2, 130), (3, 200), (6, 400)))
+def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(before: int, late: int) -> None:
+    """The maximum lags by what leaves a slot an eighth of the sum before it, 4 powers after two blocks, at most by 8.
+
+    Slots of the first blocks have the same score, those of two more blocks exceed it by 4, and of two more by 7.
+    """
+    blocks = (0.0, 0.0, 4.0, 4.0, 7.0, 7.0)[:before]
+    scores = torch.tensor(blocks).repeat_interleave(64)
+    most = min(math.log2(sum(2**score for score in blocks) * 64 / 8), 8)
+    scores = torch.cat((scores, torch.full((late + 10 - len(scores),), -20.0)))
+    judge_a_late_slot(scores, powers=torch.linspace(most - 1, most + 1, 64), late=late)
 
 
 def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
