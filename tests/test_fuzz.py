@@ -209,7 +209,10 @@ def test_inputs_are_the_same_on_every_device() -> None:
 
 
 def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Calls judged before a kill count, those of other kernels do not, and a whole count judges nothing more."""
+    """Calls judged before a kill count, those of other kernels do not, and a whole count judges nothing more.
+
+    Two processes go on where one was.
+    """
     out = tmp_path / "count.jsonl"
     real, left = fuzz.judge_call, 7
 
@@ -221,8 +224,8 @@ def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, t
             raise KeyboardInterrupt
         return verdict
 
-    def run(cases: int) -> list[dict[str, Any]]:
-        words = f"fuzz --target reference --cases {cases} --seed 15 --resume --out {out}".split()
+    def run(cases: int, workers: int = 1) -> list[dict[str, Any]]:
+        words = f"fuzz --target reference --cases {cases} --workers {workers} --seed 15 --resume --out {out}".split()
         monkeypatch.setattr("sys.argv", words)
         assert fuzz.main() == 0
         return [json.loads(line) for line in out.read_text().splitlines()]
@@ -237,5 +240,7 @@ def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, t
     (row,) = run(20)
     assert row["cases"] == 20 and row["seed"] == 15 and row["next_seed"] == 17
     assert run(20) == [row]
+    (row,) = run(30, workers=2)
+    assert row["cases"] == 30 and row["seed"] == 15 and row["next_seed"] == 19 and row["workers"] == 2
     monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
-    assert [row["cases"] for row in run(5)] == [20, 5]
+    assert [row["cases"] for row in run(5)] == [30, 5]
