@@ -274,9 +274,11 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
 }
-// The same from column 0 on, as a loop: what waits for reads under way ptxas moves before straight code, not before it.
+// The same as a loop: what waits for reads under way ptxas moves before straight code, not before it, and in a branch
+// it does not become instructions under a predicate, which cost the copy warps as much as if they copied.
 template <int Steps, int Rows>
-__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid) {
+__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid,
+                                                    int first = 0) {
   const long long *row = static_cast<const long long *>(rows);
   const int *ok = static_cast<const int *>(valid);
   unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -284,7 +286,8 @@ __device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *
   for (int u = 0; u < Steps; ++u, shared += Rows * 128)
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048),
+                   "l"(row[r] + 2 * (first + 64 * u)),
                    "r"(ok[r] ? 16 : 0));
 }
 // Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
@@ -404,41 +407,23 @@ __device__ __forceinline__ void store_scaled(const void *accumulator, const void
     store_operand(operand, shared + 8192 * panel);
   }
 }
-// A lane's sums of its two rows, for the same lane of the other warpgroup: `shared [2 x 128]`.
-__device__ __forceinline__ void share_sums(const void *sums, const void *shared) {
-  const float *l = static_cast<const float *>(sums);
-  float *to = static_cast<float *>(const_cast<void *>(shared)) + threadIdx.x % 128;
-  to[0] = l[0];
-  to[128] = l[1];
-}
-// The maximum of two rows after a block in which they `found` theirs, in its place. It stays what it was `before` while
-// P of the largest slot is at most 256, and at most an eighth of the row's sum of exponentials so far: P above 1 is
-// rounded as any, and nothing but a 1 is exact, so a slot with much of the weight must be one. `sums`: the lane's part
-// of the warpgroup's, in powers of `before`; `shared`, times `factors`: of the other's up to the pair before, read only
-// behind a pair that had a valid slot. The four lanes of a row decide alike.
-__device__ __forceinline__ void next_max(void *found, const void *before, const void *sums, const void *shared,
-                                         const void *factors, float scale_log2) {
-  float *next = static_cast<float *>(found);
-  const float *m = static_cast<const float *>(before), *l = static_cast<const float *>(sums);
-  const float *f = static_cast<const float *>(factors);
-  if (__any_sync(0xffffffffu, next[0] > m[0] || next[1] > m[1])) {
-    float all[2] = {l[0], l[1]};
-    if (all[0] + all[1] > 0.f) {
-      const float *other = static_cast<const float *>(shared) + threadIdx.x % 128;
-      all[0] += f[0] * other[0];
-      all[1] += f[1] * other[128];
-    }
+// Up to which score a slot's exponential is at most an eighth of a row's sum, of which four lanes have a part each, in
+// powers of the row's maximum: two rows.
+__device__ __forceinline__ void find_reach(void *reach, const void *sums, const void *maxima, float scale_log2) {
+  const float *l = static_cast<const float *>(sums), *m = static_cast<const float *>(maxima);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = all[i] + __shfl_xor_sync(0xffffffffu, all[i], 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const bool grows = exp2f((next[i] - m[i]) * scale_log2) > fminf(sum * 0.125f, 256.f);
-      next[i] = grows ? fmaxf(next[i], m[i]) : m[i];
-    }
-  } else {
-    next[0] = m[0];
-    next[1] = m[1];
+  for (int i = 0; i < 2; ++i) {
+    float sum = l[i] + __shfl_xor_sync(0xffffffffu, l[i], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    static_cast<float *>(reach)[i] = m[i] + (__log2f(sum) - 3.f) / scale_log2;
   }
+}
+// Up to which score a row's maximum stays as it is: P of a slot may then be 256, and an eighth of the sum. P above 1 is
+// rounded like any other, and one that has much of a row's weight must be an exact 1.
+__device__ __forceinline__ void bound_by(void *bound, const void *reach, const void *maxima, float scale_log2) {
+  const float *m = static_cast<const float *>(maxima), *r = static_cast<const float *>(reach);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) static_cast<float *>(bound)[i] = fmaxf(m[i], fminf(r[i], m[i] + 8.f / scale_log2));
 }
 // sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
 __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {

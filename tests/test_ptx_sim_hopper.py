@@ -80,25 +80,25 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int) -> None:
-    """A token of a head for each of `powers`: that power of 2 is the exponential of slot `late`, the others' `scores`.
+def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int, values: torch.Tensor) -> None:
+    """A token with a head for each of `powers`, the score of slot `late` in powers of 2; `scores`: those of the others.
 
-    The late slot's row of kv is 1 in all but the first numbers, the others' 0, so that out is its weight.
+    `values`: the slots' rows of kv but for the first two numbers, which make the scores.
     """
     from cute_sparse_mla import fwd
     from cute_sparse_mla.precision import Inputs, Judge
 
     H, D, K = len(powers), 512, len(scores)
     kv = torch.zeros(1, K, 1, D)
-    kv[0, :, 0, 0] = scores
-    kv[0, late] = 1
-    kv[0, late, 0, 0] = 0
+    kv[0, :, 0, 0], kv[0, :, 0, 2:] = scores, values
+    kv[0, late, 0, 0], kv[0, late, 0, 1] = 0, 1
     q = torch.zeros(1, 1, H, D)
-    q[..., 0], q[..., 1] = math.log(2), powers * math.log(2)
+    q[..., 0], q[..., 1] = 1, powers
     indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
-    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, torch.ones(1, 1, H, 512).bfloat16(), 512, 1.0)
+    dout = torch.ones(1, 1, H, 512).bfloat16()
+    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2))
     with project_hopper.simulated() as recorder:
-        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=1.0, backend="sm90")
+        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=inputs.sm_scale, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     [launch] = recorder.launches
@@ -108,36 +108,28 @@ def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int) -> 
 
 def test_a_slot_that_comes_late_with_all_the_weight() -> None:
     """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
-    scores = torch.full((192,), -60.0)
-    scores[3] = 0
-    judge_a_late_slot(scores, powers=torch.linspace(6, 8, 64), late=100)
+    scores, values = torch.full((192,), -60.0), torch.zeros(192, 510)
+    scores[3], values[100] = 0, 1
+    judge_a_late_slot(scores, torch.linspace(6, 8, 64), 100, values)
 
 
-@pytest.mark.parametrize(("before", "late"), ((2, 130), (3, 200), (6, 400)))
-def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(before: int, late: int) -> None:
-    """The maximum lags by what leaves a slot an eighth of the sum before it, 4 powers after two blocks, at most by 8.
+@pytest.mark.parametrize("late", (130, 270, 400))
+def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(late: int) -> None:
+    """The maximum lags by what leaves a slot an eighth of its warpgroup's sum, 3 powers after two blocks, or by 8."""
+    blocks = torch.tensor((0.0, 0, 3, 3, 6, 6))[: late // 64]
+    sums = 64 * blocks[late // 64 % 2 :: 2].exp2().sum()
+    most = min((sums / 8).log2().item(), 8)
+    K = late + 10
+    scores = torch.cat((blocks.repeat_interleave(64), torch.full((K - 64 * len(blocks),), -20.0)))
+    values = torch.randn((K, 510), generator=torch.Generator().manual_seed(late))
+    judge_a_late_slot(scores, torch.linspace(most - 1, most + 1, 64), late, values)
 
-    Slots of the first blocks have the same score, those of two more blocks exceed it by 4, and of two more by 7.
-    """
-    blocks = (0.0, 0.0, 4.0, 4.0, 7.0, 7.0)[:before]
-    scores = torch.tensor(blocks).repeat_interleave(64)
-    most = min(math.log2(sum(2**score for score in blocks) * 64 / 8), 8)
-    scores = torch.cat((scores, torch.full((late + 10 - len(scores),), -20.0)))
-    judge_a_late_slot(scores, powers=torch.linspace(most - 1, most + 1, 64), late=late)
 
-
-def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cta_goes_over_tiles() -> None:
     """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
-    from cute_sparse_mla import env, fwd
-    from cute_sparse_mla.config import SparseAttentionConfig
-
-    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
-    gen = torch.Generator().manual_seed(1)
     S, H, D, K = 3, 24, 512, 130
-    q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
-    indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
-    with project_hopper.simulated() as recorder:
-        out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
+    example = project_hopper.forward_over_tiles(D, H, K, S, multiprocessors=2)
+    recorder, (q, kv, indices), (out, lse) = example.recorder, example.inputs.values(), example.outputs.values()
     lengths, no_sink = torch.full((S,), K), torch.full((H,), -math.inf)
     truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths, no_sink, torch.zeros(S, H, 512), D**-0.5)
     torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
