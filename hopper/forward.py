@@ -30,17 +30,13 @@ q and list into the L2 before the last pair. q comes in two halves, since the sc
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
 do those of rows whose token did not select the slot. A row's m lags behind what a block finds while P of every slot is
-at most an eighth of the sum before it (and 256), so that most blocks leave O as it is; P of a slot that has most of the
-weight is 1, which rounding leaves alone. Tiles of several tokens start from the last, whose lists are the
-longest in a text. A product's scores start from nothing: a product that adds to values from registers would wait for
-them, and ptxas makes that wait one for all products in flight.
-
-Words on validity and bits of tokens come with the copies behind them: right_ready[0] and left_ready[1] announce them,
-and q, too.
+at most a quarter of the sum before it (and 256), so that most blocks leave O as it is; P of a slot that has most of the
+weight is 1, which rounding leaves alone. Tiles of several tokens start from the last, whose lists are the longest in a
+text. A product's scores start from nothing: a product that adds to values from registers would wait for them, and ptxas
+makes that wait one for all products in flight.
 """
 
 import tilelang.language as T  # noqa: I001
-from tilelang.layout import make_wgmma_swizzled_layout
 from tvm.tirx import PrimFunc
 
 from ..scales import LN_2
@@ -48,15 +44,13 @@ from .plan import (
     BLOCK_K, D_V, HALF, ITEM, LINE, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import ELEMENT, GATHER, LEAVE, OPERAND, ROW_SCALE, SCORES, SUBNORMAL, VALID, WGMMA_TYPE
+from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
 from .tile import (
     PASSES, STEP, begin, exists, find_tile, head_of, if_exists, limit_at, load_bits, store_rows, token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
-# What a part of a block's scores does (ptx.SCORES).
-BEGINS, FENCES, ENDS = range(3)
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -71,7 +65,6 @@ def build(plan: Plan) -> PrimFunc:
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     fp32, i64 = "float32", "int64"
-    STORE_SCALED = f"sparse_mla::store_scaled<{ELEMENT[dtype]}>"
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Tiles along the sequence, each with a gather list of up to K slots.
@@ -120,8 +113,8 @@ def build(plan: Plan) -> PrimFunc:
     def gather_q(Q_s, rows, ok, r0, c0, first, last):
         # Columns [first, last) of q; rows that do not exist become zero.
         T.call_extern(
-            "handle", f"sparse_mla::gather_rows_in_turn<{(last - first) // STEP}, {ROWS}>",
-            T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, first,
+            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+            T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, 0, first,
         )  # fmt: skip
 
     @T.macro
@@ -134,9 +127,9 @@ def build(plan: Plan) -> PrimFunc:
                 T.call_extern("handle", "sparse_mla::ask_for", T.address_of(Indices[b, ti, g, entry]))
 
     @T.macro
-    def say_valid(slots, block, ok):
-        if TOKENS == 1:
-            T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
+    def say_valid(slots, ready, block, ok):
+        T.call_extern("handle", "sparse_mla::say_valid", ok.data, T.address_of(slots[0, 0]), block)
+        T.barrier_arrive(ready[block])
 
     @T.macro
     def load_valid(valid, slots, block):
@@ -153,32 +146,21 @@ def build(plan: Plan) -> PrimFunc:
                 "handle", f"sparse_mla::mask_tokens<{TOKENS}>", s.data, T.access_ptr(slots[block, 0], "r", BLOCK_K)
             )
 
-    def product_of(columns, flags):
-        said = ", ".join("true" if flag in flags else "false" for flag in (BEGINS, FENCES, ENDS))
-        return f"sparse_mla::scores<{WGMMA_TYPE[dtype]}, {columns}, {said}>"
-
-    @T.macro
-    def scores(s, Q_s, KV_s, block, first, last, *flags):
-        # Scores of a block, their part from columns [first, last).
-        T.call_extern(
-            "handle", product_of(last - first, flags),
-            s.data, T.address_of(Q_s[0, first]), T.address_of(KV_s[block, 0, first]),
-        )  # fmt: skip
-
     def row_of_max(maxima, thread):
         row = thread // 32 * 16 + thread % 32 // 4
         return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(maxima[row]))
 
-    def corner(X_s, block, first, thread):
-        # Where a warpgroup's operand or output begins for a thread, from column `first`.
-        row, column = thread // 32 * 16 + thread % 16, first + thread % 32 // 16 * 8
-        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(X_s[block, row, column]))
+    def corner_of_p(P_s, block, thread):
+        row, column = thread // 32 * 16 + thread % 16, P_LO + thread % 32 // 16 * 8
+        return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
 
     @T.macro
-    def hand_over(p, p_at, ready):
-        # P of a block to the other warpgroup. With a tail it overwrites what the product of its scores has read: that
-        # product is one of all four warps, and over for all when it is for one.
+    def hand_over(p, p_at, block, ready):
+        # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
+        if TAIL:
+            T.sync_threads(3 + block, WARPGROUP)
         T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
+        T.fence_proxy_async()
         T.barrier_arrive(ready)
 
     # A row's maximum grows where a block exceeds `bound`, which is there before the block's scores are: it follows from
@@ -242,10 +224,9 @@ def build(plan: Plan) -> PrimFunc:
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
         with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
-            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + SCORES + ROW_SCALE + VALID)
+            T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
-            T.annotate_layout({Q_s: make_wgmma_swizzled_layout(Q_s)})
             # Which slots are valid, 16 a word (ptx.VALID), or of each slot who selected it, bit t for token t.
             slots = T.alloc_shared([2, 4 if TOKENS == 1 else BLOCK_K], "int32", scope="shared")
             max_0 = T.alloc_shared([ROWS], fp32, scope="shared")
@@ -258,9 +239,11 @@ def build(plan: Plan) -> PrimFunc:
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
 
+            q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             q_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            slots_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             left_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             max_0_ready = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -335,12 +318,15 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(left_free[0], (step & 1) ^ 1)
                         if TOKENS > 1:
                             load_bits(Bits, slots, 0, b, ti, g, 2 * i * BLOCK_K, lane, length)
+                            T.cp_async_barrier_noinc(slots_ready[0])
                         gather(KV_s, 0, rows, ok, r0, c0, 0, HALF)
                         T.cp_async_barrier_noinc(left_ready[0])
                         if i == 0:
                             # The scores begin with L: what R needs comes after it.
                             gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D)
-                        say_valid(slots, 0, ok)
+                            T.cp_async_barrier_noinc(q_ready)
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 0, ok)
 
                         T.barrier_wait(right_free[0], (step & 1) ^ 1)
                         gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
@@ -349,9 +335,11 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(right_free[1], (step & 1) ^ 1)
                         if TOKENS > 1:
                             load_bits(Bits, slots, 1, b, ti, g, (2 * i + 1) * BLOCK_K, lane, length)
+                            T.cp_async_barrier_noinc(slots_ready[1])
                         gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
                         T.cp_async_barrier_noinc(right_ready[1])
-                        say_valid(slots, 1, ok)
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 1, ok)
 
                         T.barrier_wait(left_free[1], (step & 1) ^ 1)
                         gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
@@ -378,10 +366,8 @@ def build(plan: Plan) -> PrimFunc:
                 valid_0 = T.alloc_local([4], "int32")
                 max_0_at = T.alloc_var("uint32")
                 p_0_at = T.alloc_var("uint32")
-                out_0_at = T.alloc_var("uint32")
                 max_0_at = row_of_max(max_0, tx)
-                p_0_at = corner(P_s, 0, P_LO, tx)
-                out_0_at = corner(KV_s, 1, 0, tx)
+                p_0_at = corner_of_p(P_s, 0, tx)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -397,10 +383,12 @@ def build(plan: Plan) -> PrimFunc:
                     if ctas > 0:
                         T.barrier_wait(left_ready[0], step & 1)
                         T.fence_proxy_async()
-                        scores(s_0, Q_s, KV_s, 0, 0, HALF, BEGINS, FENCES)
+                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                        T.barrier_wait(q_ready, w & 1)
                         T.barrier_wait(right_ready[0], step & 1)
                         T.fence_proxy_async()
-                        scores(s_0, Q_s, KV_s, 0, HALF, D, ENDS)
+                        T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                        T.barrier_wait(slots_ready[0], step & 1)
                         load_valid(valid_0, slots, 0)
                         T.wait_wgmma(0)
 
@@ -417,7 +405,7 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                         T.copy(s_0, p_0)
-                        hand_over(p_0, p_0_at, p_0_ready)
+                        hand_over(p_0, p_0_at, 0, p_0_ready)
                         rescale(o_l, scale_0)
                         T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
                         add_sums(s_0, l_0, scale_0)
@@ -435,19 +423,18 @@ def build(plan: Plan) -> PrimFunc:
                             T.barrier_arrive(q_free)
                         rescale(o_l, scale_0)
                         T.barrier_wait(p_1_ready, step & 1)
-                        T.fence_proxy_async()
                         T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
                         if i + 1 < pairs:
-                            # The next pair's scores follow at once: their product needs nothing of this pair. What it
-                            # overwrites was read before the fence of the product with P1.
+                            # The next pair's scores follow at once: their product needs nothing of this pair.
                             T.barrier_wait(left_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            scores(s_0, Q_s, KV_s, 0, 0, HALF, BEGINS, ENDS)
+                            T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(1)
                             T.barrier_arrive(left_free[1])
                             T.barrier_wait(right_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            scores(s_0, Q_s, KV_s, 0, HALF, D, ENDS)
+                            T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                            T.barrier_wait(slots_ready[0], (step + 1) & 1)
                             load_valid(valid_0, slots, 0)
                             T.wait_wgmma(0)
                         else:
@@ -460,8 +447,8 @@ def build(plan: Plan) -> PrimFunc:
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
                             Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
-                    T.call_extern("handle", STORE_SCALED, o_l.data, l_0.data, out_0_at)
-                    T.sync_threads(3, WARPGROUP)
+                    T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
+                    T.copy(o_l, KV_s[1, :, :HALF])
                     store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF, (1,))
                     T.barrier_arrive(left_free[1])
 
@@ -483,10 +470,8 @@ def build(plan: Plan) -> PrimFunc:
                 valid_1 = T.alloc_local([4], "int32")
                 max_1_at = T.alloc_var("uint32")
                 p_1_at = T.alloc_var("uint32")
-                out_1_at = T.alloc_var("uint32")
                 max_1_at = row_of_max(max_1, tx - WARPGROUP)
-                p_1_at = corner(P_s, 1, P_LO, tx - WARPGROUP)
-                out_1_at = corner(KV_s, 1, HALF, tx - WARPGROUP)
+                p_1_at = corner_of_p(P_s, 1, tx - WARPGROUP)
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -498,16 +483,18 @@ def build(plan: Plan) -> PrimFunc:
                     T.fill(m_both_1, FLOOR)
                     for n in T.unroll(2):
                         reach_1[n] = FLOOR
+                    T.barrier_wait(q_ready, w & 1)
 
                     for i in T.serial(pairs):
                         T.barrier_wait(right_ready[1], step & 1)
                         T.fence_proxy_async()
-                        scores(s_1, Q_s, KV_s, 1, HALF, D_V, BEGINS, FENCES)
+                        T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
                         T.barrier_wait(left_ready[1], step & 1)
                         T.fence_proxy_async()
+                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
                         if TAIL:
-                            scores(s_1, Q_s, KV_s, 1, D_V, D)
-                        scores(s_1, Q_s, KV_s, 1, 0, HALF, ENDS)
+                            T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
+                        T.barrier_wait(slots_ready[1], step & 1)
                         load_valid(valid_1, slots, 1)
                         # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is
                         # under way; here it is taken up beside the product of block 1's scores.
@@ -521,7 +508,6 @@ def build(plan: Plan) -> PrimFunc:
                         for h in T.Parallel(ROWS):
                             l_1[h] *= scale_1[h]
                         T.barrier_wait(p_0_ready, step & 1)
-                        T.fence_proxy_async()
                         T.wgmma_gemm(P_s[0, :, P_LO : P_LO + BLOCK_K], KV_s[0, :, HALF:D_V], o_r)
                         T.wait_wgmma(1)
                         mask(s_1, valid_1, slots, 1)
@@ -536,7 +522,7 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
                         T.copy(s_1, p_1)
-                        hand_over(p_1, p_1_at, p_1_ready)
+                        hand_over(p_1, p_1_at, 1, p_1_ready)
                         T.wait_wgmma(0)
                         T.barrier_arrive(right_free[0])
                         if i + 1 == pairs:
@@ -554,8 +540,8 @@ def build(plan: Plan) -> PrimFunc:
 
                     find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
-                    T.call_extern("handle", STORE_SCALED, o_r.data, l_1.data, out_1_at)
-                    T.sync_threads(4, WARPGROUP)
+                    T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
+                    T.copy(o_r, KV_s[1, :, HALF:D_V])
                     store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V, (1,))
                     T.barrier_arrive(right_free[1])
 

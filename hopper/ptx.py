@@ -190,32 +190,6 @@ __device__ __forceinline__ int all_valid(const void *rows) {
 }  // namespace sparse_mla
 """
 
-SCORES = r"""
-#include <tl_templates/cuda/instruction/wgmma.h>
-#include <tl_templates/cuda/intrin.h>
-namespace sparse_mla {
-// The part of scores [64 x 64] that comes from `Columns` columns of q and kv, which stand in panels of [64 rows x 128
-// bytes]. The first part of a block `Begins` from nothing, and `Fences` its products off from what was done with the
-// accumulator before, unless another product since has. One can wait for a part that `Ends`, and those before it.
-template <tl::DataType Type, int Columns, bool Begins, bool Fences, bool Ends>
-__device__ __forceinline__ void scores(const void *s, const void *q, const void *kv) {
-  float *c = static_cast<float *>(const_cast<void *>(s));
-  tl::GmmaDescriptor a, b;
-  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(q));
-  tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(kv));
-  tl::warpgroup_fence_operand(c, 32);
-  if (Fences) tl::warpgroup_arrive();
-#pragma unroll
-  for (int k = 0; k < Columns / 16; ++k)
-    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
-        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 8192 + k % 4 * 32) >> 4)),
-        reinterpret_cast<uint32_t *>(c), !Begins || k > 0);
-  if (Ends) tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(c, 32);
-}
-}  // namespace sparse_mla
-"""
-
 STACKED_SCORES = r"""
 #include <tl_templates/cuda/instruction/wgmma.h>
 #include <tl_templates/cuda/intrin.h>
@@ -274,11 +248,9 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
 }
-// The same as a loop: what waits for reads under way ptxas moves before straight code, not before it, and in a branch
-// it does not become instructions under a predicate, which cost the copy warps as much as if they copied.
+// The same from column 0 on, as a loop: what waits for reads under way ptxas moves before straight code, not before it.
 template <int Steps, int Rows>
-__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid,
-                                                    int first = 0) {
+__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid) {
   const long long *row = static_cast<const long long *>(rows);
   const int *ok = static_cast<const int *>(valid);
   unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -286,8 +258,7 @@ __device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *
   for (int u = 0; u < Steps; ++u, shared += Rows * 128)
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048),
-                   "l"(row[r] + 2 * (first + 64 * u)),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
                    "r"(ok[r] ? 16 : 0));
 }
 // Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
@@ -362,8 +333,6 @@ __device__ __forceinline__ float add_product(float sum, float a, float b) {
 """
 
 ROW_SCALE = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 namespace sparse_mla {
 // A warpgroup's accumulators in the m64 layout: a lane holds two rows, 8 apart, two columns of each at a time.
 // Multiply the rows of a [64 x 256] accumulator by a factor each, unless all rows of the warp have factor 1: once the
@@ -376,38 +345,20 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
     for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
   }
 }
-// w / sum with w = sigmoid(gap). Of exp(gap) only the root is formed, which is a normal number wherever the result is
-// not 0: one of the two roots is 1, the other that of a power below 1.
+// w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
+// number wherever the result is not 0: one of the two roots is 1, the other that of a power below 1.
 __device__ __forceinline__ float weight_over(float sum, float gap) {
   const float up = exp2f(fminf(gap, 0.f) * 0.72134752f), down = exp2f(fmaxf(gap, 0.f) * -0.72134752f);  // exp(x / 2)
   const float root = up * down;
   return product(up / (sum * (1.f + root * root)), up);
 }
-__device__ __forceinline__ unsigned two(__nv_bfloat16, float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const unsigned *>(&pair);
-}
-__device__ __forceinline__ unsigned two(__half, float a, float b) {
-  const __half2 pair = __floats2half2_rn(a, b);
-  return *reinterpret_cast<const unsigned *>(&pair);
-}
-// A warpgroup's [64 x 256] accumulator, its rows multiplied by a factor each, to shared memory: 16-bit elements in four
-// panels of [64 rows x 128 bytes]. `shared` as in `store_operand`.
-template <typename Element>
-__device__ __forceinline__ void store_scaled(const void *accumulator, const void *factors, unsigned shared) {
-  const float *o = static_cast<const float *>(accumulator), *s = static_cast<const float *>(factors);
+__device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
+  float *o = static_cast<float *>(accumulator);
+  const float *s = static_cast<const float *>(factors);
 #pragma unroll
-  for (int panel = 0; panel < 4; ++panel, o += 32) {
-    unsigned operand[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float factor = s[i % 2];
-      operand[i] = two(Element(), product(o[2 * i], factor), product(o[2 * i + 1], factor));
-    }
-    store_operand(operand, shared + 8192 * panel);
-  }
+  for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
 }
-// Up to which score a slot's exponential is at most an eighth of a row's sum, of which four lanes have a part each, in
+// Up to which score a slot's exponential is at most a quarter of a row's sum, of which four lanes have a part each, in
 // powers of the row's maximum: two rows.
 __device__ __forceinline__ void find_reach(void *reach, const void *sums, const void *maxima, float scale_log2) {
   const float *l = static_cast<const float *>(sums), *m = static_cast<const float *>(maxima);
@@ -415,10 +366,10 @@ __device__ __forceinline__ void find_reach(void *reach, const void *sums, const 
   for (int i = 0; i < 2; ++i) {
     float sum = l[i] + __shfl_xor_sync(0xffffffffu, l[i], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    static_cast<float *>(reach)[i] = m[i] + (__log2f(sum) - 3.f) / scale_log2;
+    static_cast<float *>(reach)[i] = m[i] + (__log2f(sum) - 2.f) / scale_log2;
   }
 }
-// Up to which score a row's maximum stays as it is: P of a slot may then be 256, and an eighth of the sum. P above 1 is
+// Up to which score a row's maximum stays as it is: P of a slot may then be 256, and a quarter of the sum. P above 1 is
 // rounded like any other, and one that has much of a row's weight must be an exact 1.
 __device__ __forceinline__ void bound_by(void *bound, const void *reach, const void *maxima, float scale_log2) {
   const float *m = static_cast<const float *>(maxima), *r = static_cast<const float *>(reach);
@@ -463,10 +414,8 @@ __device__ __forceinline__ void say_valid(const void *valid, const void *words, 
   unsigned word = 0;
 #pragma unroll
   for (int r = 0; r < 4; ++r) word |= (__ballot_sync(0xffffffffu, ok[r] != 0) & 0x01010101u) << r;
-  const unsigned *to = static_cast<const unsigned *>(words) + 4 * block + threadIdx.x / 32 % 4;
-  if (threadIdx.x % 32 == 0)
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "r"(word)
-                 : "memory");
+  unsigned *to = static_cast<unsigned *>(const_cast<void *>(words)) + 4 * block + threadIdx.x / 32 % 4;
+  if (threadIdx.x % 32 == 0) *to = word;
 }
 // Scores [64 x 64] of a warpgroup (m64 layout): -inf where the slot is invalid. `words`: those of the block.
 __device__ __forceinline__ void mask(void *scores, const void *words) {
