@@ -155,10 +155,9 @@ def build(plan: Plan) -> PrimFunc:
         return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
 
     @T.macro
-    def hand_over(p, p_at, block, ready):
-        # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
-        if TAIL:
-            T.sync_threads(3 + block, WARPGROUP)
+    def hand_over(p, p_at, ready):
+        # P of a block to the other warpgroup. With a tail it overwrites what the product of its scores has read: a product
+        # of all four warps, complete for all where it is for one. (So one thread frees a buffer in CUTLASS's pipelines.)
         T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
@@ -405,7 +404,7 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                         T.copy(s_0, p_0)
-                        hand_over(p_0, p_0_at, 0, p_0_ready)
+                        hand_over(p_0, p_0_at, p_0_ready)
                         rescale(o_l, scale_0)
                         T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
                         add_sums(s_0, l_0, scale_0)
@@ -522,7 +521,7 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
                         T.copy(s_1, p_1)
-                        hand_over(p_1, p_1_at, 1, p_1_ready)
+                        hand_over(p_1, p_1_at, p_1_ready)
                         T.wait_wgmma(0)
                         T.barrier_arrive(right_free[0])
                         if i + 1 == pairs:
