@@ -156,8 +156,8 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def hand_over(p, p_at, ready):
-        # P of a block to the other warpgroup. With a tail it overwrites what the product of its scores has read: a product
-        # of all four warps, complete for all where it is for one. (So one thread frees a buffer in CUTLASS's pipelines.)
+        # P of a block to the other warpgroup. With a tail it overwrites what the product of its scores has read: one of
+        # all four warps, complete for all when it is for one. (So one thread frees a buffer in CUTLASS's pipelines.)
         T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
