@@ -3,8 +3,9 @@
     s = sm_scale q k     lse = ln sum exp(s)     out = sigmoid(lse - sink) sum exp(s - lse) v     over the valid slots
 
 `q [B, S, H, D]`, `kv [B, S_kv, G, D]`, `indices [B, S, G, K]` -> `out [B, S, H, 512]`, `lse [B, S, H]`. Online softmax
-over blocks of 64 slots (Milakov and Gimelshein 2018), O rescaled only when a maximum grows by more than 2^8 (as in
-FlashAttention-4). How columns and lanes are split is told in `plan.py`, what a row is in `heads.py`.
+over blocks of 64 slots (Milakov and Gimelshein 2018). O is not rescaled for every larger maximum (as in
+FlashAttention-4): one that weighs at most an eighth of the row's sum waits. How columns and lanes are split is told in
+`plan.py`, what a row is in `heads.py`.
 
 Pipeline of blocks i and i + 1, time down; a name behind > is the barrier that announces it:
 
@@ -34,8 +35,8 @@ from ..scales import LN_2, LOG2_E
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, HALF, ITEM, OUT_PIECES, PIECE, PIECES, RESCALE_AT, ROLE,
-    ROW_STAGES, SLOT, SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
+    BLOCK_K, D_V, FLOOR, GROWTH, HALF, ITEM, LOG2_SHARE, OUT_PIECES, PIECE, PIECES, ROLE, ROW_STAGES, SLOT,
+    SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
 )  # fmt: skip
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -57,7 +58,7 @@ HALF_K = BLOCK_K // 2
 KEYS = HALF_K // 2  # keys of a row that one softmax thread owns
 P_BYTES = ROWS_PER_CTA * BLOCK_K * ITEM
 K_MAJOR = dict(leading=16, stride=8 * SPAN * ITEM)
-RESCALE_COLUMNS = 32
+RESCALE_COLUMNS = 64
 PAIR_BARRIER, ROW_BARRIER, OUT_BARRIER = 1, 5, 7  # named barriers: first numbers
 
 
@@ -449,6 +450,7 @@ class Forward:
         group, quadrant = warp // 4, warp % 4
         side = quadrant // 2
         row = quadrant % 2 * WARP + lane
+        which = group * 2 + side  # of the row's threads
         _, token = plan.rows.of(row, rank)
         s_phase = Int32(0)
         stage, phase = Int32(0), Int32(0)
@@ -457,6 +459,7 @@ class Forward:
         parity = Int32(0)
         for tile in cutlass.range(first, tiles, step):
             top, total = Float32(FLOOR), Float32(0.0)
+            bound = top  # a maximum up to here may wait, by the row's sum when it was last asked for
             for i in cutlass.range(self.blocks(at, n, by, tile)):
                 ptx.wait(bar["rows_ready"] + 8 * stage, phase)
                 at_mask = smem["slot_masks"] + ((stage * plan.rows.tokens + token) * 2 + side) * 4
@@ -465,6 +468,7 @@ class Forward:
                 with cute.arch.elect_one():
                     ptx.arrive(bar["rows_free"] + 8 * stage)
                 stage, phase = _next(stage, phase, ROW_STAGES)
+                ptx.store_words(smem["row_sum"] + self.of_thread(parity, which, row), [total])
 
                 # Own keys of this half's sums, and those that the other half's thread of the same row owns.
                 ptx.wait(bar["s_ready"], s_phase)
@@ -484,17 +488,24 @@ class Forward:
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = scores[key] if (mask >> key) & 1 != 0 else -Float32.inf
 
-                largest = self.row_maximum(smem, parity, group * 2 + side, quadrant, row, scores) * scale_log2
+                largest = self.row_maximum(smem, parity, which, quadrant, row, scores) * scale_log2
+                # A row's four threads decide alike, so the four warps of its 32 rows do.
+                rescaled, factor = Boolean(False), Float32(1.0)
+                if cute.arch.vote_any_sync(largest > bound):
+                    level = top + cute.math.log2(self.row_sum(smem, parity, which, row, total), fastmath=True)
+                    rescaled = cute.arch.vote_any_sync(largest > self.bound(level, top))
+                    if rescaled:
+                        before = top
+                        top = cute.arch.fmax(top, largest)
+                        factor = cute.math.exp2(before - top, fastmath=True)
+                        total *= factor
+                    bound = self.bound(level, top)
                 parity ^= 1
-                grown = largest > top + RESCALE_AT
-                before = top
-                top = largest if grown else top
-                factor = cute.math.exp2(before - top, fastmath=True)
                 part = Float32(0.0)
                 for key in cutlass.range_constexpr(KEYS):
                     scores[key] = cute.math.exp2(scores[key] * scale_log2 - top, fastmath=True)
                     part += scores[key]
-                total = total * factor + part
+                total += part
 
                 # Of two buffers, these scores were announced behind the product that read this one.
                 if const_expr(plan.p_buffers == 1):
@@ -505,8 +516,7 @@ class Forward:
                     chunk = (side * 4 + group * 2 + vector) ^ (row % 8)
                     ptx.store_words(where + chunk * 16, words[4 * vector : 4 * vector + 4])
                 cute.arch.fence_view_async_shared()
-                grown_rows = cute.arch.vote_any_sync(grown)
-                if (i > 0) & grown_rows:
+                if (i > 0) & rescaled:
                     # The product before this block's must be done with O; of a single buffer it is.
                     if const_expr(plan.p_buffers == 2):
                         ptx.wait(bar["pv_done"] + 8 * (p ^ 1), p_phase ^ p)
@@ -516,7 +526,7 @@ class Forward:
 
             ptx.wait(bar["stats_free"], stats_phase)
             stats_phase ^= 1
-            ptx.store_words(smem["sums"] + ((group * 2 + side) * ROWS_PER_CTA + row) * 4, [total])
+            ptx.store_words(smem["sums"] + (which * ROWS_PER_CTA + row) * 4, [total])
             if warp < 2:  # one of the four threads of a row
                 ptx.store_words(smem["maxima"] + row * 4, [top])
             cute.arch.sync_warp()
@@ -552,13 +562,30 @@ class Forward:
         largest = scores[0]
         for key in cutlass.range_constexpr(1, KEYS):
             largest = cute.arch.fmax(largest, scores[key])
-        at = smem["row_max"] + parity * (4 * ROWS_PER_CTA * 4) + row * 4
-        ptx.store_words(at + which * (ROWS_PER_CTA * 4), [largest])
+        ptx.store_words(smem["row_max"] + self.of_thread(parity, which, row), [largest])
         cute.arch.barrier(barrier_id=ROW_BARRIER + quadrant % 2, number_of_threads=4 * WARP)
         for step in cutlass.range_constexpr(1, 4):
-            other = at + (which ^ step) * (ROWS_PER_CTA * 4)
+            other = smem["row_max"] + self.of_thread(parity, which ^ step, row)
             largest = cute.arch.fmax(largest, ptx.load_words(other, 1, Float32)[0])
         return largest
+
+    @cute.jit
+    def row_sum(self, smem, parity, which, row, total):
+        """Sum of a row before its block, behind `row_maximum`: the same bits in its four threads."""
+        others = []
+        for step in cutlass.range_constexpr(1, 4):
+            other = smem["row_sum"] + self.of_thread(parity, which ^ step, row)
+            others.append(ptx.load_words(other, 1, Float32)[0])
+        return (total + others[0]) + (others[1] + others[2])
+
+    @cute.jit
+    def bound(self, level, top):
+        """The largest maximum that may wait while `top` is taken; `level` is log2 of the row's sum, in units of 1."""
+        return cute.arch.fmin(cute.arch.fmax(level - LOG2_SHARE, top), top + GROWTH)
+
+    def of_thread(self, parity, which, row):
+        """Where a row's thread `which` leaves its word for the three others."""
+        return ((parity * 4 + which) * ROWS_PER_CTA + row) * 4
 
     @cute.jit
     def rescale(self, tmem, group, factor):
@@ -568,7 +595,10 @@ class Forward:
         for chunk in cutlass.range_constexpr(HALF // 2 // RESCALE_COLUMNS):
             columns = ptx.load_columns(start + chunk * RESCALE_COLUMNS, RESCALE_COLUMNS)
             cute.arch.fence_view_async_tmem_load()
-            ptx.store_columns(start + chunk * RESCALE_COLUMNS, [c * factor for c in columns])
+            scaled = []
+            for pair in zip(columns[::2], columns[1::2], strict=True):
+                scaled += cute.arch.mul_packed_f32x2(pair, (factor, factor))
+            ptx.store_columns(start + chunk * RESCALE_COLUMNS, scaled)
         cute.arch.fence_view_async_tmem_store()
         ptx.fence_before()
 

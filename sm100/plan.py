@@ -41,8 +41,10 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use (227 KB)
 TMEM_COLUMNS, TMEM_LANES = 512, 128
 # Running maximum before the first valid slot, in powers of two: below every score, and finite.
 FLOOR = -1e30
-# O is rescaled only when a maximum grows by more than 2**8: P then stays below 256, exact enough in 16 bits.
-RESCALE_AT = 8.0
+# Only P of the running maximum itself is exactly 1; rounded, P of a slot with most of the weight would be the whole
+# error of out. So a larger maximum may wait, and O keep its scale, only while its P is at most 2**-3 of the row's sum
+# so far, and at most 2**8.
+LOG2_SHARE, GROWTH = 3.0, 8.0
 
 
 class PlanError(ValueError):
@@ -60,7 +62,7 @@ class Role:
 
 
 ROLES = (
-    Role("softmax", 0, 8, "scores to P, running maximum and sum; rescales O when a maximum grows much"),
+    Role("softmax", 0, 8, "scores to P, running maximum and sum; rescales O when a maximum weighs much"),
     Role("epilogue", 8, 4, "O / l to out, lse"),
     Role("mma", 12, 1, "all tensor-core work (of a pair: the even CTA's)"),
     Role("index", 13, 1, "indices to row numbers and slot masks"),
@@ -200,6 +202,7 @@ class Plan:
             "out": OUT_PIECES * PIECE,
             "exchange": ROLE["softmax"].warps * WARP * 16 * 4,
             "row_max": 2 * 4 * ROWS_PER_CTA * 4,
+            "row_sum": 2 * 4 * ROWS_PER_CTA * 4,
             "row_numbers": ROW_STAGES * BLOCK_K * 4,
             "slot_masks": ROW_STAGES * tokens * BLOCK_K // 8,
             "sums": 4 * ROWS_PER_CTA * 4,

@@ -183,9 +183,11 @@ def load_fragments(address: Int32, columns: int) -> list[Float32]:
 
 
 def store_columns(address: Int32, values: Sequence[Float32]) -> None:
-    words = [llvm.bitcast(T.i32(), v.ir_value()) for v in values]
-    packed = vector.from_elements(T.vector(len(words), T.i32()), words)
-    primitives.tcgen05_st("32x32b", tensor_memory(address), packed)
+    """The values in 32-bit columns of the warp's lanes, a multiple of 32; wait::st before others read."""
+    for start in range(0, len(values), 32):
+        words = [llvm.bitcast(T.i32(), v.ir_value()) for v in values[start : start + 32]]
+        packed = vector.from_elements(T.vector(32, T.i32()), words)
+        primitives.tcgen05_st("32x32b", tensor_memory(address + start), packed)
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------

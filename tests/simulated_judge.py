@@ -1,7 +1,8 @@
-"""Judging backward calls that run in the simulator: rows that no index names are NaN in kv and canaries in dkv."""
+"""Judging calls that run in the simulator: rows that no index names are NaN in kv and canaries in dkv."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,23 @@ from cute_sparse_mla.precision import Inputs, Judge, compare_rows
 
 # (inputs, out, lse, dkv) -> (dq, dkv, d_sink)
 Backward = Callable[[Inputs, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def late_weight(heads: int, D: int, tokens: int = 1) -> Inputs:
+    """One of 192 slots has nearly all the weight, and the 100 before it are 2^6 and more below.
+
+    Its P is exactly 1 only under its own maximum; rounded under one that lags behind, it costs out up to 0.3 %.
+    """
+    K = 192
+    kv = torch.zeros(1, K, 1, D)
+    # The first number of a row is its score: one early slot lies 6 to 8 powers of 2 below the late one. The late row's
+    # other numbers are 1, so that out is its weight.
+    kv[..., 0] = -8
+    kv[0, 3, 0, 0], kv[0, 100, 0, 0], kv[0, 100, 0, 1:] = 1, 2, 1
+    q = torch.zeros(1, tokens, heads, D)
+    q[..., 0] = torch.linspace(6, 8, tokens * heads).view(tokens, heads) * math.log(2)
+    indices = torch.arange(K, dtype=torch.int32).expand(1, tokens, 1, K)
+    return Inputs(q.bfloat16(), kv.bfloat16(), indices, torch.ones(1, tokens, heads, 512).bfloat16(), 512, 1.0)
 
 
 def poisoned(inputs: Inputs) -> Inputs:

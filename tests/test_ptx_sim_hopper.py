@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_sparse_mla.precision import Inputs
+
 from .ptx_sim import coverage, project_hopper, race_commands
+from .simulated_judge import late_weight
 
 REASON = project_hopper.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"Hopper kernels: {REASON}")
@@ -82,25 +85,12 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int, values: torch.Tensor) -> None:
-    """A token with a head for each of `powers`, the score of slot `late` in powers of 2; `scores`: those of the others.
-
-    `values`: the slots' rows of kv but for the first two numbers, which make the scores.
-    """
+def judge_a_forward(inputs: Inputs) -> None:
     from cute_sparse_mla import fwd
-    from cute_sparse_mla.precision import Inputs, Judge
+    from cute_sparse_mla.precision import Judge
 
-    H, D, K = len(powers), 512, len(scores)
-    kv = torch.zeros(1, K, 1, D)
-    kv[0, :, 0, 0], kv[0, :, 0, 2:] = scores, values
-    kv[0, late, 0, 0], kv[0, late, 0, 1] = 0, 1
-    q = torch.zeros(1, 1, H, D)
-    q[..., 0], q[..., 1] = 1, powers
-    indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
-    dout = torch.ones(1, 1, H, 512).bfloat16()
-    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2))
     with project_hopper.simulated() as recorder:
-        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=inputs.sm_scale, backend="sm90")
+        out, lse = fwd(inputs.q, inputs.kv, inputs.indices, sm_scale=inputs.sm_scale, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
     [launch] = recorder.launches
@@ -109,22 +99,25 @@ def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int, val
 
 
 def test_a_slot_that_comes_late_with_all_the_weight() -> None:
-    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
-    scores, values = torch.full((192,), -60.0), torch.zeros(192, 510)
-    scores[3], values[100] = 0, 1
-    judge_a_late_slot(scores, torch.linspace(6, 8, 64), 100, values)
+    judge_a_forward(late_weight(64, 512))
 
 
 @pytest.mark.parametrize("late", (130, 270, 400))
 def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(late: int) -> None:
     """The maximum lags by what leaves a slot a quarter of its warpgroup's sum, 4 powers after two blocks, or by 8."""
+    H, D, K = 64, 512, late + 10
     blocks = torch.tensor((0.0, 0, 3, 3, 6, 6))[: late // 64]
     sums = 64 * blocks[late // 64 % 2 :: 2].exp2().sum()
     most = min((sums / 4).log2().item(), 8)
-    K = late + 10
-    scores = torch.cat((blocks.repeat_interleave(64), torch.full((K - 64 * len(blocks),), -20.0)))
-    values = torch.randn((K, 510), generator=torch.Generator().manual_seed(late))
-    judge_a_late_slot(scores, torch.linspace(most - 1, most + 1, 64), late, values)
+    # The first number of a row of kv is its score in powers of 2, the second that of the late one in each head.
+    kv, q = torch.zeros(1, K, 1, D), torch.zeros(1, 1, H, D)
+    kv[0, :, 0, 0] = torch.cat((blocks.repeat_interleave(64), torch.full((K - 64 * len(blocks),), -20.0)))
+    kv[0, :, 0, 2:] = torch.randn((K, D - 2), generator=torch.Generator().manual_seed(late))
+    kv[0, late, 0, 0], kv[0, late, 0, 1] = 0, 1
+    q[..., 0], q[..., 1] = 1, torch.linspace(most - 1, most + 1, H)
+    indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
+    dout = torch.ones(1, 1, H, 512).bfloat16()
+    judge_a_forward(Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2)))
 
 
 def test_a_cta_goes_over_tiles() -> None:

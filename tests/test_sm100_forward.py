@@ -12,6 +12,7 @@ from bench.cases import CONTRACT_CASES, Case
 from .ptx_sim import capture_cute
 from .ptx_sim.policies import Delay
 from .ptx_sim.races import Races
+from .simulated_judge import late_weight
 from .sm100 import call, judge, sentinel_case
 
 REASON = capture_cute.available()
@@ -75,6 +76,14 @@ def test_growing_scores_rescale_what_was_summed(heads: int) -> None:
     indices[:, 1, :, :70] = -1
     kv = inputs.kv * torch.linspace(0.1, 3.0, 256)[None, :, None, None]
     judge(replace(inputs, kv=kv.bfloat16(), indices=indices))
+
+
+@pytest.mark.parametrize(("heads", "tokens"), ((64, 1), (128, 1), (8, 8), (16, 8)))
+@pytest.mark.parametrize("D", (512, 576))
+def test_a_slot_that_comes_late_with_all_the_weight(heads: int, tokens: int, D: int) -> None:
+    observer = Races()
+    judge(late_weight(heads, D, tokens), tokens_per_tile=tokens, observer=observer)
+    assert not observer.races, observer.races[0].text
 
 
 def test_strided_tensors_are_read_in_place() -> None:
