@@ -210,7 +210,7 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
 #pragma unroll 1
       for (int done = 0; done < found; done += Staged, to -= Staged) {
         for (; fields && to < own_staged + Staged; fields &= fields - 1) {
-          const unsigned shift = __ffs(fields) - 1;
+          const int shift = __popc(~fields & (fields - 1));
           *to++ = (lane * PerWord + shift / Width) << Tokens | (word >> shift & OfTokens);
         }
         __syncwarp();

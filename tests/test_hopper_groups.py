@@ -44,6 +44,23 @@ def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.
     judge_lists(call, tokens, rows, bits, lengths)
 
 
+@pytest.mark.parametrize("tokens", (1, 2))
+def test_lists_of_neighbouring_rows(tokens: int) -> None:
+    """More rows next to each other than a warp puts side by side before it stores them."""
+    call, observer = checked(Case(S=tokens, S_kv=3000, H=4, K=330)), Races()
+    for t in range(tokens):
+        call.indices[:, t] = 200 * t + 100 + torch.randperm(330, generator=torch.Generator().manual_seed(t))
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch, unions
+
+        rows, bits, lengths, _ = launch.make_lists(call.problem, tokens, call.indices, None, None)
+    assert int(lengths.min()) > unions.STAGED
+    clean(observer, recorder)
+    if tokens == 1:
+        bits.fill_(1)  # left alone
+    judge_lists(call, tokens, rows, bits, lengths)
+
+
 CALLS = (
     (EVERYTHING, 8),
     (EVERYTHING.but(H=48, S=3, D=512, index_dtype=torch.int32), 2),
