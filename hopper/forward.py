@@ -208,10 +208,11 @@ def build(plan: Plan) -> PrimFunc:
         has_length: T.int32,
         has_positions: T.int32,
         ctas: T.int32,
+        rounds: T.int32,
         ahead: T.int32,
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
-        with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
+        with T.Kernel(T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
@@ -240,7 +241,7 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) - 1)
+            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds) - 1)
             tx = T.get_thread_binding()
             at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
@@ -248,8 +249,14 @@ def build(plan: Plan) -> PrimFunc:
             # Pairs before the present one, of all of the CTA's tiles.
             step = T.alloc_var("int32")
             step = 0
-            # Tiles of this CTA: lists of several tokens differ in length, and each has a CTA of its own.
-            mine = T.ceildiv(tiles - bx, T.min(tiles, ctas)) if TOKENS == 1 else 1
+            # First tile of this CTA, and how many it has.
+            start = T.alloc_var("int32")
+            mine = T.alloc_var("int32")
+            start = bx
+            mine = T.min(rounds, T.ceildiv(tiles - bx, ctas))
+            if bx >= ctas:
+                start = bx + ctas * (rounds - 1)
+                mine = 1
 
             # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:
@@ -264,7 +271,7 @@ def build(plan: Plan) -> PrimFunc:
                 q_rows = T.alloc_local([4], "int64")
                 q_ok = T.alloc_local([4], "int32")
                 for w in T.serial(mine):
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -357,7 +364,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_l, 0)
@@ -425,7 +432,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.wait_wgmma(0)
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
@@ -456,7 +463,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_r, 0)
@@ -515,7 +522,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.barrier_arrive(right_free[1])
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                     T.copy(o_r, KV_s[1, :, HALF:D_V])

@@ -72,6 +72,8 @@ COSTS = GroupCosts(
 NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
 # Shared memory of the CTAs of a multiprocessor that begin their lists before the device has decided about them.
 EARLY_BYTES = 196_608
+# Share of the tiles of different length that CTAs go over.
+STAYING = 0.75
 # Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
 # is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
 UNIT = 2.0**24
@@ -379,17 +381,18 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
-def _schedule(problem: Problem, gather: Gather) -> tuple[int, int]:
-    """CTAs of a forward, and how many tiles further on in the sequence an SM's next one is, roughly.
+def _schedule(problem: Problem, gather: Gather) -> tuple[int, int, int]:
+    """CTAs of a forward that go over tiles, how many each, and how far further on in the sequence an SM's next one is.
 
-    A CTA of every SM goes over lists of one length. Where lengths differ each tile has a CTA of its own, and the next
-    goes to the SM that is free first.
+    A CTA of every SM goes over lists of one length. Where lengths differ it does so for most of them, and each of the
+    rest has a CTA of its own, which goes to the SM that is free first.
     """
     units, a_token = env.multiprocessors(gather.slots.device), problem.G * _tiles(problem)
     has_length = gather.flags[1]
     tiles = problem.B * gather.slots.shape[1] * a_token
     ahead = max(1, units // a_token)
-    return max(1, tiles) if has_length else units, ahead if gather.tokens == 1 else -ahead
+    rounds = max(1, int(STAYING * (tiles // units))) if has_length else -(-tiles // units)
+    return units, rounds, ahead if gather.tokens == 1 else -ahead
 
 
 def fwd(

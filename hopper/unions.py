@@ -305,7 +305,8 @@ def build(plan: UnionPlan) -> PrimFunc:
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
-    function = f"sparse_mla::build_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}, {STAGED}>"
+    types = f"{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}, {STAGED}"
+    function = f"sparse_mla::build_union<{types}>"
 
     @T.prim_func
     def sparse_mla_unions(
