@@ -149,6 +149,8 @@ def bwd(
         q, kv, indices, sm_scale, 1, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.tensors(_OPTIONAL, out=out, dout=dout, lse=lse, dlse=dlse, dkv=dkv)
+    if dkv is not None:
+        validation.updatable("dkv", dkv)
     validation.flag("deterministic", deterministic)
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)

@@ -2,7 +2,8 @@
 
 Each function takes what its namesake takes, states where that one's conventions differ from the contract's (`api`), and
 converts exactly: what is converted is a sign of infinity, a base of logarithms (one fp32 product), a mask or a layout.
-All take `backend=` and `config=` as `api.fwd` does, and raise what it raises. Invalid slots are never read, whichever
+All take `backend=` and `config=` as `api.fwd` does, and raise what it raises, by the names of their own arguments and
+before anything runs. Invalid slots are never read, whichever
 filler marks them, and shapes that the namesake refuses (any K, 1 to 128 heads per group, strides, int64 indices) work.
 
     flash_mla_sparse_fwd               FlashMLA (deepseek-ai/FlashMLA, flash_mla)
@@ -14,34 +15,90 @@ filler marks them, and shapes that the namesake refuses (any K, 1 to 128 heads p
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from . import api, autograd, validation
 from .config import SparseAttentionConfig
-from .errors import ArgumentTypeError, ArgumentValueError
+from .errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 
 LOG2_E = math.log2(math.e)
 
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _named(**theirs: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Wrong arguments by the namesake's names: `ours="theirs"` where they differ."""
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+            try:
+                return function(*args, **keywords)
+            except ArgumentError as error:
+                if error.argument not in theirs:
+                    raise
+                raise type(error)(theirs[error.argument], error.rule, error.got) from None
+
+        return call
+
+    return decorate
+
+
+def _shapes(**named: tuple[Tensor | None, str]) -> None:
+    """Check tensors against the letters of their axes, each of the same size throughout; `None` is left out."""
+    sizes: dict[str, int] = {}
+    for name, (tensor, letters) in named.items():
+        if tensor is None:
+            continue
+        axes, shape = letters.split(), tensor.shape
+        if len(shape) != len(axes) or any(sizes.get(axis, n) != n for axis, n in zip(axes, shape, strict=True)):
+            known = ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
+            rule = f"shape must be [{', '.join(axes)}]" + (f" with {known}" if known else "")
+            raise ArgumentValueError(name, rule, list(shape))
+        sizes.update(zip(axes, shape, strict=True))
+
+
 def _like(name: str, tensor: Tensor, like: Tensor, *dtypes: torch.dtype) -> None:
-    """Refuse a tensor of another shape or device than `like`, or of none of these dtypes."""
-    if tensor.shape != like.shape:
-        raise ArgumentValueError(name, f"shape must be {list(like.shape)}", list(tensor.shape))
+    """Refuse a tensor of another device than `like`, or of none of these dtypes."""
     if tensor.dtype not in dtypes:
         raise ArgumentTypeError(name, f"must be {' or '.join(map(str, dtypes))}", tensor.dtype)
     if tensor.device != like.device:
         raise ArgumentValueError(name, f"must be on {like.device}", tensor.device)
 
 
-def _only(argument: str, value: Any, allowed: Any, why: str) -> None:
-    """Options of a namesake that exist in one setting only."""
+def _only(argument: str, value: Any, allowed: int, why: str) -> None:
+    """Options of a namesake that exist in one setting only, a bool or an int."""
+    check: Callable[[str, Any], int] = validation.flag if isinstance(allowed, bool) else validation.integer
     # Compared by value: under torch.compile a number may be a symbol.
-    if isinstance(value, Tensor) or value != allowed:
+    if check(argument, value) != allowed:
         raise ArgumentValueError(argument, f"must be {allowed}: {why}", value)
+
+
+def _integers(**named: Any) -> None:
+    for name, value in named.items():
+        validation.integer(name, value)
+
+
+def _one_of(argument: str, value: Any, *allowed: str) -> None:
+    """An option by name; any name where none is listed."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(argument, "must be a str", type(value).__name__)
+    if allowed and value not in allowed:
+        raise ArgumentValueError(argument, f"must be one of {', '.join(allowed)}", repr(value))
+
+
+def _required_scale(sm_scale: Any) -> None:
+    if sm_scale is None:
+        raise ArgumentTypeError("sm_scale", f"{validation.SCALE_RULE}; it has no default here", None)
 
 
 # -- FlashMLA ------------------------------------------------------------------------------------------------------
@@ -55,8 +112,8 @@ def flash_mla_sparse_fwd(
     """FlashMLA's sparse prefill: `(out, max_logits, lse)`. Not differentiable, as there.
 
     Conventions: packed, one document per call, no causal bound; a slot is invalid at an index below 0 or of `s_kv` and
-    above; `sm_scale` is required; `max_logits` and `lse` are of `sm_scale q k`, natural logarithm, without the sink; in
-    a row without a valid slot `lse` is **+inf** (the contract: -inf), `max_logits` -inf and `out` 0.
+    above; `sm_scale` is required, `None` is refused; `max_logits` and `lse` are of `sm_scale q k`, natural logarithm,
+    without the sink; in a row without a valid slot `lse` is **+inf** (the contract: -inf), `max_logits` -inf, `out` 0.
 
     Args:
         q: `[s_q, h_q, D]`, kv: `[s_kv, h_kv, D]`, indices: `[s_q, h_kv, topk]`; attn_sink: `[h_q]` fp32, in the units
@@ -71,6 +128,15 @@ def flash_mla_sparse_fwd(
     Raises: as `fwd`.
     """
     _only("indexer_topk", indexer_topk, 0, "the second lse is not made; fwd with indices[..., :n] gives it")
+    _integers(d_v=d_v)
+    _required_scale(sm_scale)
+    validation.tensors(
+        ("attn_sink", "topk_length"), q=q, kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length
+    )
+    _shapes(
+        q=(q, "s_q h_q D"), kv=(kv, "s_kv h_kv D"), indices=(indices, "s_q h_kv topk"),
+        attn_sink=(attn_sink, "h_q"), topk_length=(topk_length, "s_q"),
+    )  # fmt: skip
     out, lse = api.fwd(
         q, kv, indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, backend=backend,
         config=config,
@@ -90,10 +156,10 @@ def sparse_attention(
 ) -> Tensor:  # fmt: skip
     """The sparse attention of miles: `out`, differentiable in `q`, `kv` and `attn_sink`.
 
-    Conventions: batched; -1 is the filler and there is no causal bound; `d_v` defaults to the **whole row**
-    (`q.shape[-1]`; `fwd` takes 512 at D 576), so callers with a rope tail must pass it; the sink is a natural-log logit
-    in the units of `sm_scale q k`. There the lse stays inside, so nothing else is converted. A row without a valid slot
-    gives 0 and no gradient.
+    Conventions: batched; -1 is the filler and there is no causal bound; `sm_scale` is required, `None` is refused;
+    `d_v` defaults to the **whole row** (`q.shape[-1]`; `fwd` takes 512 at D 576), so callers with a rope tail must pass
+    it; the sink is a natural-log logit in the units of `sm_scale q k`. There the lse stays inside, so nothing else is
+    converted. A row without a valid slot gives 0 and no gradient.
 
     Args:
         q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, indices: `[B, S, G, topk]`, attn_sink: `[H]` fp32 or `None`.
@@ -104,7 +170,11 @@ def sparse_attention(
 
     Raises: as `fwd`.
     """
-    validation.tensors(q=q)
+    _required_scale(sm_scale)
+    if forward_backend is not None:
+        _one_of("forward_backend", forward_backend)
+    validation.tensors(("attn_sink",), q=q, kv=kv, indices=indices, attn_sink=attn_sink)
+    _shapes(q=(q, "B S H D"), kv=(kv, "B S_kv G D"), indices=(indices, "B S G topk"), attn_sink=(attn_sink, "H"))
     out = api.sparse_mla(
         q, kv, indices, sm_scale=sm_scale, d_v=q.shape[-1] if d_v is None else d_v, attn_sink=attn_sink,
         config=None if isinstance(config, str) else config, backend=backend,
@@ -117,9 +187,6 @@ def sparse_attention(
 
 def _token_numbers(q: Tensor) -> Tensor:
     """`[B, S]`: the example bounds row t by t, also where there are more rows of kv than tokens."""
-    validation.tensors(q=q)
-    if q.dim() != 4:
-        raise ArgumentValueError("q", "must be [B, S, H, D]", f"shape {list(q.shape)}")
     return torch.arange(q.shape[1], device=q.device).expand(q.shape[0], -1)
 
 
@@ -145,6 +212,9 @@ def sparse_mla_fwd_interface(
     Raises: as `fwd`.
     """
     _only("return_p_sum", return_p_sum, False, "the forward has no sums to return")
+    _integers(d_v=d_v, block_I=block_I, num_stages=num_stages, threads=threads)
+    validation.tensors(q=q, kv=kv, indices=indices)
+    _shapes(q=(q, "B S H D"), kv=(kv, "B S_kv G D"), indices=(indices, "B S G topk"))
     out, lse = api.fwd(
         q, kv, indices, sm_scale=sm_scale, d_v=d_v, causal=True, q_positions=_token_numbers(q), backend=backend,
         config=config,
@@ -152,6 +222,7 @@ def sparse_mla_fwd_interface(
     return out, lse * LOG2_E
 
 
+@_named(out="o", dout="do", dlse="delta")
 def sparse_mla_bwd(
     q: Tensor, kv: Tensor, o: Tensor, do: Tensor, indices: Tensor, lse: Tensor, sm_scale: float | None = None,
     is_casual: bool = True, return_kernel: bool = False, delta: Tensor | None = None, *, backend: str | None = None,
@@ -172,11 +243,16 @@ def sparse_mla_bwd(
     """
     _only("is_casual", is_casual, True, "the example is always causal")
     _only("return_kernel", return_kernel, False, "there is no kernel object to return")
-    validation.tensors(("delta",), o=o, do=do, lse=lse, delta=delta)
-    _like("do", do, o, o.dtype)
+    validation.tensors(("delta",), q=q, kv=kv, o=o, do=do, indices=indices, lse=lse, delta=delta)
+    _shapes(
+        q=(q, "B S H D"), kv=(kv, "B S_kv G D"), o=(o, "B S H d_v"), do=(do, "B S H d_v"),
+        indices=(indices, "B S G topk"), lse=(lse, "B S H"), delta=(delta, "B S H"),
+    )  # fmt: skip
+    _like("o", o, q, q.dtype)
+    _like("do", do, q, q.dtype)
     for name, values in (("lse", lse), ("delta", delta)):
         if values is not None:
-            _like(name, values, o[..., 0], torch.float32)
+            _like(name, values, q, torch.float32)
     dlse = None if delta is None else (do.float() * o.float()).sum(-1) - delta
     dq, dkv, _ = api.bwd(
         q, kv, o, do, indices, lse / LOG2_E, dlse=dlse, sm_scale=sm_scale, causal=True, q_positions=_token_numbers(q),
@@ -198,6 +274,20 @@ class NamedGradients(dict):
         return tuple(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
+def _is_current(stream: Any, device: torch.device) -> bool:
+    """Whether a stream, given as a number or what int() takes, is torch's current one of a device."""
+    takes = not isinstance(stream, (str, bytes, bool, Real, Tensor)) or type(stream) is int
+    try:
+        number = int(stream) if takes else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        rule = "must be None, an int or a stream that int() takes"
+        raise ArgumentTypeError("stream", rule, type(stream).__name__)
+    return number == (torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@_named(indices="topk_idxs", sm_scale="softmax_scale")
 def sparse_attention_backward_wrapper(
     q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, lse: Tensor, attn_sink: Tensor, topk_idxs: Tensor,
     softmax_scale: float | None = None, topk_length: Tensor | None = None, dq: Tensor | None = None,
@@ -214,29 +304,36 @@ def sparse_attention_backward_wrapper(
     Args:
         q: `[T, H, D]`, kv: `[T_kv, D]`, out, dout: `[T, H, d_v]`, lse: `[T, H]` fp32, attn_sink: `[H]` fp32,
             topk_idxs: `[T, K]`, topk_length: `[T]` int32; softmax_scale: default `D ** -0.5`.
-        dq, dkv: optional destinations of q's and kv's shapes, any strides; dkv may also be fp32. Filled by a copy.
+        dq, dkv: optional destinations of q's and kv's shapes, any strides whose elements do not overlap; dkv may also
+            be fp32. Filled by a copy.
         deterministic: bitwise equal results from run to run.
         stream: `None` or torch's current stream, as an int or what int() takes; that is where the work goes.
         block_tile, workspace, q_cluster_mode: of cuDNN's kernels, without effect here.
 
     Raises: as `bwd`.
     """
-    validation.tensors(("dq", "dkv"), q=q, kv=kv, lse=lse, attn_sink=attn_sink, dq=dq, dkv=dkv)
-    current = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    if stream is not None and int(stream) != current:
+    validation.tensors(
+        ("topk_length", "dq", "dkv", "workspace"), q=q, kv=kv, out=out, dout=dout, lse=lse, attn_sink=attn_sink,
+        topk_idxs=topk_idxs, topk_length=topk_length, dq=dq, dkv=dkv, workspace=workspace,
+    )  # fmt: skip
+    _integers(block_tile=block_tile)
+    _one_of("q_cluster_mode", q_cluster_mode, "off", "adaptive_pair")
+    if stream is not None and not _is_current(stream, q.device):
         rule = "must be None or torch's current stream: make it the current one with torch.cuda.stream"
         raise ArgumentValueError("stream", rule, stream)
-    if kv.dim() != 2:
-        raise ArgumentValueError("kv", "must be [T_kv, D]", f"shape {list(kv.shape)}")
-    _like("lse", lse, q[..., 0], torch.float32)
+    _shapes(
+        q=(q, "T H D"), kv=(kv, "T_kv D"), out=(out, "T H d_v"), dout=(dout, "T H d_v"), lse=(lse, "T H"),
+        attn_sink=(attn_sink, "H"), topk_idxs=(topk_idxs, "T K"), topk_length=(topk_length, "T"),
+        dq=(dq, "T H D"), dkv=(dkv, "T_kv D"),
+    )  # fmt: skip
+    _like("lse", lse, q, torch.float32)
     for name, given, like, dtypes in (("dq", dq, q, ()), ("dkv", dkv, kv, (torch.float32,))):
         if given is None:
             continue
         _like(name, given, like, like.dtype, *dtypes)
-        expanded = any(n > 1 and s == 0 for n, s in zip(given.shape, given.stride(), strict=True))
-        if expanded or (given.requires_grad and given.is_leaf):
-            rule = "must be writable: no expanded dimension, no leaf that requires a gradient"
-            raise ArgumentValueError(name, rule, f"strides {given.stride()}, requires_grad {given.requires_grad}")
+        validation.destination(name, given)
+        if given.requires_grad and given.is_leaf:
+            raise ArgumentValueError(name, "must be writable", "a leaf that requires a gradient")
     new_dq, new_dkv, d_sink = api.bwd(
         q, kv.unsqueeze(1), out, dout, topk_idxs, lse.masked_fill(lse == math.inf, -math.inf),
         deterministic=deterministic, dkv_dtype=None if dkv is None else dkv.dtype, sm_scale=softmax_scale,

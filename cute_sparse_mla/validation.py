@@ -162,12 +162,17 @@ def value_width(d_v: Any, D: int) -> int:
     return count("d_v", d_v, D, f"D = {D}")
 
 
-def count(name: str, value: Any, high: int, limit: str) -> int:
-    """An int in `1..high`, where `limit` is how the message calls `high`."""
+def integer(name: str, value: Any) -> int:
+    """An int, numpy's too, but no bool."""
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise ArgumentTypeError(name, "must be an int", type(value).__name__)
     # A size of a graph with dynamic shapes stays symbolic.
-    number = cast(int, value) if isinstance(value, torch.SymInt) else int(value)
+    return cast(int, value) if isinstance(value, torch.SymInt) else int(value)
+
+
+def count(name: str, value: Any, high: int, limit: str) -> int:
+    """An int in `1..high`, where `limit` is how the message calls `high`."""
+    number = integer(name, value)
     if not 1 <= number <= high:
         raise ArgumentValueError(name, f"must lie in 1..{limit}", number)
     return number
@@ -207,6 +212,25 @@ def tensors(optional: tuple[str, ...] = (), **named: Any) -> None:
             raise ArgumentTypeError(name, "must be a torch.Tensor", type(value).__name__)
         if value.layout != torch.strided or value.is_nested:
             raise ArgumentTypeError(name, "must be a dense (strided) tensor", value.layout)
+
+
+def updatable(name: str, tensor: Tensor) -> None:
+    """Torch refuses to change a tensor of inference mode outside of it, after all has been computed."""
+    # A traced function cannot ask.
+    if not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentValueError(name, "must be writable", "a tensor of inference mode, outside of it")
+
+
+def destination(name: str, tensor: Tensor) -> None:
+    """A tensor that results are copied into, of any strides: no two of its elements may be one."""
+    axes = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    for i, (_, stride) in enumerate(axes):
+        # Without a sort, which cannot be traced where sizes are symbols.
+        extent = 1 + sum((n - 1) * s for j, (n, s) in enumerate(axes) if j != i and s <= stride)
+        if stride < extent and 0 not in tensor.shape:
+            rule = "elements must not overlap (stride 0, or less than the extent of smaller strides)"
+            raise ArgumentValueError(name, rule, f"shape {list(tensor.shape)}, strides {tensor.stride()}")
+    updatable(name, tensor)
 
 
 # -- one line per tensor and property ------------------------------------------------------------------------------
@@ -279,6 +303,9 @@ def _kv_strides(kv: Tensor) -> None:
     if 0 in kv.shape:
         return
     strides = [s for length, s in zip(kv.shape[:-1], kv.stride()[:-1], strict=True) if length > 1]
+    if any(isinstance(s, torch.SymInt) for s in strides):
+        # The smallest of symbols is a guard on lengths, which an exported range refuses; the op asks when it runs.
+        return
     if strides and any(s % min(strides) for s in strides):
         rule = "its B, S_kv and G strides must be multiples of the smallest of them"
         raise ArgumentValueError("kv", rule, f"strides {kv.stride()}")

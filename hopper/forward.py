@@ -38,8 +38,9 @@ would wait for them, and ptxas makes that wait one for all products in flight.
 import tilelang.language as T  # noqa: I001
 from tvm.tirx import PrimFunc
 
+from ..scales import LN_2
 from .plan import (
-    BLOCK_K, D_V, HALF, ITEM, LINE, LN_2, MATRIX_REGISTERS, PRODUCER_REGISTERS,
+    BLOCK_K, D_V, HALF, ITEM, LINE, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID

@@ -19,6 +19,7 @@ from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
+from ..scales import LOG2_E, gradient_unit, score_scale
 from ..union_lists import (
     SAMPLES,
     TOKENS_PER_TILE,
@@ -39,7 +40,6 @@ from .plan import (
     FACTORS,
     ITEM,
     L2_BYTES,
-    LOG2_E,
     MOST_TILES,
     ROWS,
     SMEM_LIMIT,
@@ -59,8 +59,6 @@ Purpose = Literal["forward", "backward", "both"]  # passes that gather lists are
 
 # Versions that the tests ran with; others are refused by name.
 TILELANG_VERSIONS = ("0.1.15",)
-# Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
-SMALLEST_SCALE = 1e-30
 # The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
 COSTS = GroupCosts(
     slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.92}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015,
@@ -74,9 +72,6 @@ NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
 EARLY_BYTES = 196_608
 # Share of the tiles of different length that CTAs go over.
 STAYING = 0.75
-# Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
-# is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow.
-UNIT = 2.0**24
 # Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
 # waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
 # rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
@@ -404,7 +399,7 @@ def fwd(
     B, S, H = problem.B, problem.S, problem.H
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
-    scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
+    scale_log2 = score_scale(sm_scale) * LOG2_E
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
         _build().kernel("forward", gather.plan(problem))(
             q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
@@ -682,16 +677,14 @@ def bwd(
     nothing = _scalar(device, 0.0, torch.float32)
     if dlse is None:
         dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
-    # A caller's buffer takes plain sums, and P scaled so does not fit fp16.
-    unit = UNIT if attn_sink is not None and dkv is None and q.dtype == torch.bfloat16 else 1.0
-    if 0 < float(sm_scale) < unit * torch.finfo(torch.float32).tiny:
-        unit = 1.0  # sm_scale / unit would be subnormal
+    # A caller's buffer takes plain sums.
+    unit = gradient_unit(q.dtype, sm_scale, attn_sink is not None and dkv is None)
     has_sink = int(attn_sink is not None)
     sink_shares = torch.empty(B * S * H, dtype=torch.float32, device=device) if has_sink else nothing
     of_rows = (out, lse, dlse, _sink(problem, attn_sink, device), sink_shares)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     acc = torch.zeros(kv.shape, dtype=torch.float32, device=device) if dkv is None else dkv
-    scale_log2 = max(float(sm_scale), SMALLEST_SCALE) * LOG2_E
+    scale_log2 = score_scale(sm_scale) * LOG2_E
     scales = (scale_log2, float(sm_scale), float(sm_scale) / unit, unit**0.5)
     if deterministic:
         tokens = config.tokens_per_tile or group_size(problem)

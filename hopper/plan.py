@@ -23,8 +23,6 @@ COPY_REGISTERS = 160
 for _split in (2 * MATRIX_REGISTERS + PRODUCER_REGISTERS, SCORE_REGISTERS + STREAM_REGISTERS + COPY_REGISTERS):
     if _split > 3 * LAUNCH_REGISTERS:
         raise ValueError(f"a register split of {_split} exceeds the launch's pool of {3 * LAUNCH_REGISTERS}")
-LN_2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 ITEM = 2  # bytes of bf16 and fp16
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on SM90 (227 KB)
 BARRIER_BYTES = 256

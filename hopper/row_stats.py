@@ -5,13 +5,14 @@
     SinkShares [B S H] = (1 - w) Delta
 
 The rest then needs one exponential per score: `p_hat = exp2(s - stats0)`, `u p = stats1 p_hat`,
-`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t SinkShares`. The unit u is a power of 4 (`launch.UNIT`, or 1) that
+`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t SinkShares`. The unit u is a power of 4 (`scales.UNIT`, or 1) that
 keeps gradients of rows whose sink leaves next to nothing (w about 1e-37) in fp32's normal range until they are rounded.
 """
 
 import tilelang.language as T
 
-from .plan import LOG2_E, ROWS
+from ..scales import LOG2_E
+from .plan import ROWS
 from .ptx import ELEMENT
 from .tile import PASSES, VECTOR, exists, find_rows, if_exists
 

@@ -30,10 +30,11 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, c
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
+from ..scales import LN_2, LOG2_E
 from . import ptx
 from .heads import ROWS_PER_CTA, heads_first, split
 from .plan import (
-    BLOCK_K, D_V, FLOOR, HALF, ITEM, LN_2, LOG2_E, OUT_PIECES, PIECE, PIECES, RESCALE_AT, ROLE,
+    BLOCK_K, D_V, FLOOR, HALF, ITEM, OUT_PIECES, PIECE, PIECES, RESCALE_AT, ROLE,
     ROW_STAGES, SLOT, SLOTS, SPAN, TAIL_STAGES, THREADS, TMEM_COLUMNS, WARP, Plan,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from .. import env, union_lists
 from ..config import SparseAttentionConfig
 from ..errors import UnsupportedError
 from ..problem import Problem
+from ..scales import LOG2_E, gradient_unit, score_scale
 from ..union_lists import (
     SAMPLES,
     TOKENS_PER_TILE,
@@ -39,20 +40,14 @@ from .backward_plan import (
 )  # fmt: skip
 from .heads import ROWS_PER_CTA, Rows, rows_for
 from .list_plan import ListPlan, SamplePlan
-from .plan import BLOCK_K, D_V, LOG2_E, SLOTS, SMEM_LIMIT, THREADS, Plan
+from .plan import BLOCK_K, D_V, SLOTS, SMEM_LIMIT, THREADS, Plan
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 # Releases that the tests ran with; others are refused by name.
 DSL_PACKAGE, DSL_VERSIONS = "nvidia-cutlass-dsl", ("4.8.1",)
-# Below this the scaled scores of a zero scale would be 0 * -inf for invalid slots.
-SMALLEST_SCALE = 1e-30
 SLOTS_AT = 4  # where a call's sizes have the slots of a tile
-# Power of 4 that bf16 gradients of calls with a sink carry inside the backward: fp32 adds in global memory flush what
-# is below 1.2e-38, bf16 results reach down to 1e-40. It takes as much from the top: beyond 2e31 they overflow. P scaled
-# so does not fit fp16.
-UNIT = 2.0**24
 ROW_LIMIT = 2**31 - 1  # a tensor map's coordinate
 # Bytes that a deterministic backward may hold beside fp32 dkv and per-row values: a part of the terms of dkv, and for
 # each of its slots row numbers and their sorted order while torch sorts them.
@@ -370,7 +365,7 @@ def fwd(
     lse = torch.empty((B, S, H), dtype=torch.float32, device=device)
     # A sink of -inf is no sink.
     sink = _scalar(device, float("-inf"), torch.float32) if attn_sink is None else attn_sink
-    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E,)
+    scales = (score_scale(sm_scale) * LOG2_E,)
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
         plan = plan_of(problem, gather.tokens, device)
         call = _call(problem, gather, kv, indices, topk_length, q_positions)
@@ -482,14 +477,12 @@ def bwd(
     if deterministic:  # refused before anything is compiled
         tokens = config.tokens_per_tile or 1 if lists is None else _tokens(problem, config)
         terms_at_a_time(tokens * problem.K, problem.D, 1)
-    unit = UNIT if attn_sink is not None and q.dtype == torch.bfloat16 else 1.0
-    if 0 < float(sm_scale) < unit * torch.finfo(torch.float32).tiny:
-        unit = 1.0  # sm_scale / unit would be subnormal
+    unit = gradient_unit(q.dtype, sm_scale, attn_sink is not None)
     stats = row_stats(problem, out, dout, lse, dlse, attn_sink, _architecture(device), unit)
     dq = torch.empty((B, S, H, problem.D), dtype=q.dtype, device=device)
     # Adding -0.0 changes nothing, not even the sign of a zero.
     acc = torch.full(kv.shape, 0.0 if dkv is None else -0.0, dtype=torch.float32, device=device)
-    scales = (max(float(sm_scale), SMALLEST_SCALE) * LOG2_E, float(sm_scale), float(sm_scale) / unit)
+    scales = (score_scale(sm_scale) * LOG2_E, float(sm_scale), float(sm_scale) / unit)
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, deterministic):
         plan = backward_plan_of(problem, gather.tokens, device, deterministic)
         call = _call(problem, gather, kv, indices, topk_length, q_positions)

@@ -39,8 +39,6 @@ OUT_PIECES = 2  # one 64-column piece of each half of the lanes leaves together
 THREADS_LIMIT, REGISTER_FILE = 1024, 65_536
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use (227 KB)
 TMEM_COLUMNS, TMEM_LANES = 512, 128
-LN_2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 # Running maximum before the first valid slot, in powers of two: below every score, and finite.
 FLOOR = -1e30
 # O is rescaled only when a maximum grows by more than 2**8: P then stays below 256, exact enough in 16 bits.

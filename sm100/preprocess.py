@@ -5,7 +5,7 @@
                            (1 - w) Delta }
 
 The main kernel needs one exponential per score: `p_hat = exp2(s - stats0)`, `u P = stats1 p_hat`,
-`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. The unit u is a power of 4 (`launch.UNIT`, or 1) that
+`u dS = p_hat (stats1 dP + stats2)`; `d_sink = -sum_t stats3`. The unit u is a power of 4 (`scales.UNIT`, or 1) that
 keeps gradients of rows whose sink leaves next to nothing (w about 1e-37) in fp32's normal range until they are rounded.
 Rows are numbered through all tokens and real heads, the only ones there are: no tile of heads or tokens, nothing
 padded, no buffer that is read past its end.
@@ -14,10 +14,11 @@ padded, no buffer that is read past its end.
 import cutlass
 from cutlass import Float32, Int64, cute
 
+from ..scales import LOG2_E
 from . import ptx
 from .backward_plan import ROWS_PER_WARP, STATS_WARPS, RowPlan
 from .forward import DTYPES, _global, _named
-from .plan import D_V, ITEM, LOG2_E, WARP
+from .plan import D_V, ITEM, WARP
 
 POINTERS = ("out", "dout", "lse", "dlse", "sink", "stats")
 SIZES = ("B", "S", "H")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -311,12 +312,12 @@ def test_options_of_one_setting_are_refused_in_another() -> None:
         compat.sparse_mla_bwd(*backward, is_casual=False)
     with pytest.raises(error, match="return_kernel: must be False"):
         compat.sparse_mla_bwd(*backward, return_kernel=True)
-    with pytest.raises(error, match=r"q: must be \[B, S, H, D\]"):
+    with pytest.raises(error, match=r"q: shape must be \[B, S, H, D\]"):
         compat.sparse_mla_fwd_interface(i.q[0], i.kv[0], i.indices[0], d_v=i.d_v)
     arguments = cudnn_arguments(ONE_GROUP.inputs())
     with pytest.raises(error, match="stream: must be None"):
         compat.sparse_attention_backward_wrapper(*arguments, stream=1)
-    with pytest.raises(error, match=r"kv: must be \[T_kv, D\]"):
+    with pytest.raises(error, match=r"kv: shape must be \[T_kv, D\] with D = 40"):
         compat.sparse_attention_backward_wrapper(arguments[0], arguments[1][:, None], *arguments[2:])
     with pytest.raises(error, match="dq: shape must be"):
         compat.sparse_attention_backward_wrapper(*arguments, dq=arguments[1])
@@ -344,7 +345,7 @@ def test_arguments_of_the_peers_forms_are_checked_before_anything_runs() -> None
         (lambda: example(do=i.dout[..., :-1]), "do: shape must be"),
         (lambda: cudnn(dq=torch.zeros_like(one.q, dtype=torch.int32)), "dq: must be torch"),
         (lambda: cudnn(dq=torch.zeros_like(one.q, device="meta")), "dq: must be on cpu"),
-        (lambda: cudnn(dq=one.q.new_zeros(1).expand(one.q.shape)), "dq: must be writable"),
+        (lambda: cudnn(dq=one.q.new_zeros(1).expand(one.q.shape)), "dq: elements must not overlap"),
         (lambda: cudnn(dq=torch.zeros_like(one.q).requires_grad_()), "dq: must be writable"),
         (lambda: cudnn(dkv=torch.zeros_like(arguments[1], dtype=torch.float64)), "dkv: must be torch"),
         (lambda: compat.sparse_attention_backward_wrapper(*arguments[:4], torch.zeros(rows).long(), *arguments[5:]),
@@ -356,6 +357,95 @@ def test_arguments_of_the_peers_forms_are_checked_before_anything_runs() -> None
             call()
     flash_mla(0)
     compat.sparse_attention(i.q, i.kv, i.indices, 0.2, i.d_v, None, "tilelang")
+
+
+DROP_INS = (
+    compat.flash_mla_sparse_fwd, compat.sparse_attention, compat.sparse_mla_fwd_interface, compat.sparse_mla_bwd,
+    compat.sparse_attention_backward_wrapper,
+)  # fmt: skip
+
+
+def all_arguments(drop_in: Callable) -> dict[str, Any]:
+    """A value for every parameter of a drop-in."""
+    p = PACKED.but(G=1, sink="random", length="random").inputs(seed=13)
+    b = BATCHED.but(sink="random").inputs(seed=13)
+    shared = dict(backend="reference", config=cute_sparse_mla.SparseAttentionConfig())
+    rows = dict(q=b.q, kv=b.kv, indices=b.indices, sm_scale=0.2)
+    if drop_in is compat.flash_mla_sparse_fwd:
+        own = dict(q=p.q, kv=p.kv, indices=p.indices, sm_scale=0.2, d_v=p.d_v, indexer_topk=0)
+        own |= dict(attn_sink=p.attn_sink, topk_length=p.topk_length)
+    elif drop_in is compat.sparse_attention:
+        own = rows | dict(d_v=b.d_v, attn_sink=b.attn_sink, forward_backend="tilelang")
+    elif drop_in is compat.sparse_mla_fwd_interface:
+        own = rows | dict(return_p_sum=False, d_v=b.d_v, block_I=64, num_stages=2, threads=256)
+    elif drop_in is compat.sparse_mla_bwd:
+        out, lse = compat.sparse_mla_fwd_interface(b.q, b.kv, b.indices, 0.2, d_v=b.d_v)
+        own = rows | dict(o=out, do=b.dout, lse=lse, is_casual=True, return_kernel=False, delta=torch.zeros_like(lse))
+    else:
+        own = dict(zip(inspect.signature(drop_in).parameters, cudnn_arguments(p), strict=False))
+        own |= dict(dq=torch.zeros_like(p.q), dkv=torch.zeros_like(p.kv[:, 0]), block_tile=64, deterministic=False)
+        own |= dict(stream=0, workspace=torch.zeros(1, dtype=torch.uint8), q_cluster_mode="off")
+    assert (shared | own).keys() == inspect.signature(drop_in).parameters.keys()
+    return shared | own
+
+
+def doubtful(value: Any) -> list[Any]:
+    """Values of a wrong shape, dtype or kind, a few of which some argument takes."""
+    kinds = [None, "s", "0", 0.5, -1, 0, True, [], {}, 1j, object(), torch.tensor(1.0), torch.ones(2), np.float32(0.5)]
+    if not isinstance(value, Tensor):
+        return kinds
+    cuts = [value.narrow(axis, 0, n) for axis in range(value.dim()) for n in (0, value.shape[axis] - 1)]
+    dtypes = [value.to(dtype) for dtype in (torch.float64, torch.int16, torch.bool, torch.complex64)]
+    expanded = [value.narrow(axis, 0, 1).expand(value.shape) for axis in range(value.dim())]
+    other = [value.flatten()[0], value[None], value[..., None], value.to("meta"), value.to_sparse()]
+    return [*kinds, *cuts, *dtypes, *expanded, *other]
+
+
+@pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda f: f.__name__)
+def test_wrong_arguments_are_named_in_the_drop_ins_own_form(drop_in: Callable) -> None:
+    """Whatever any argument is: a result, or an error of this package that names an argument of this signature."""
+    arguments = all_arguments(drop_in)
+    drop_in(**arguments)
+    refused: dict[str, int] = dict.fromkeys(arguments, 0)
+    for name, value in arguments.items():
+        for other in doubtful(value):
+            try:
+                drop_in(**arguments | {name: other})
+            except cute_sparse_mla.ArgumentError as error:
+                assert error.argument in arguments, (name, error)
+                refused[name] += error.argument == name
+        # Such as an object() each refuses by its own name.
+        assert refused[name], name
+
+
+def test_what_the_namesakes_require_is_required() -> None:
+    p, b = PACKED.inputs(), BATCHED.inputs()
+    with pytest.raises(cute_sparse_mla.ArgumentTypeError, match=r"sm_scale: must be a finite number.*no default"):
+        compat.flash_mla_sparse_fwd(p.q, p.kv, p.indices, None, p.d_v)  # type: ignore[arg-type]
+    with pytest.raises(cute_sparse_mla.ArgumentTypeError, match=r"sm_scale: must be a finite number.*no default"):
+        compat.sparse_attention(b.q, b.kv, b.indices, None, b.d_v)  # type: ignore[arg-type]
+
+
+def test_destinations_whose_elements_share_memory_are_refused() -> None:
+    """Strides of 0 and windows that slide by less than their width; slices and transposes are taken."""
+    i = ONE_GROUP.but(sink="random").inputs(seed=14)
+    arguments = cudnn_arguments(i)
+    want = compat.sparse_attention_backward_wrapper(*arguments)
+    for name, shape, dtype in (("dq", i.q.shape, i.q.dtype), ("dkv", arguments[1].shape, torch.float32)):
+        room = torch.zeros(4 * math.prod(shape), dtype=dtype)
+        sliding = room.as_strided(shape, (shape[-1] // 2, 1) if len(shape) == 2 else (shape[-1], shape[-1] // 2, 1))
+        for wrong in (sliding, room[0].expand(shape), room.as_strided(shape, (1,) * len(shape))):
+            with pytest.raises(cute_sparse_mla.ArgumentValueError, match=f"{name}: elements must not overlap"):
+                compat.sparse_attention_backward_wrapper(*arguments, **{name: wrong})
+        assert not room.any()
+        for right in (torch.zeros(*reversed(shape), dtype=dtype).permute(*reversed(range(len(shape)))),
+                      room.view(-1, 4)[:, 1].view(shape)):  # fmt: skip
+            done = compat.sparse_attention_backward_wrapper(*arguments, **{name: right})
+            assert done[name] is right and torch.equal(right.to(i.q.dtype), want[name])
+    with torch.inference_mode():
+        dq = torch.zeros_like(i.q)
+    with pytest.raises(cute_sparse_mla.ArgumentValueError, match="dq: must be writable; got a tensor of inf"):
+        compat.sparse_attention_backward_wrapper(*arguments, dq=dq)
 
 
 @pytest.mark.sm90
@@ -397,6 +487,22 @@ def test_compiled_whole() -> None:
         for mine, eager in zip(step(*arguments), step._torchdynamo_orig_callable(*arguments), strict=True):
             assert torch.equal(mine, eager)
     assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_compiled_backwards() -> None:
+    """Those that call their arguments otherwise than this package, destinations included."""
+    torch._dynamo.reset()
+    i, one = BATCHED.inputs(seed=2), ONE_GROUP.but(sink="random").inputs(seed=2)
+    out, lse = compat.sparse_mla_fwd_interface(i.q, i.kv, i.indices, d_v=i.d_v)
+    for drop_in, arguments in (
+        (compat.sparse_mla_bwd, (i.q, i.kv, out, i.dout, i.indices, lse)),
+        (compat.sparse_attention_backward_wrapper, cudnn_arguments(one)),
+        (compat.sparse_attention_backward_wrapper, (*cudnn_arguments(one), torch.zeros_like(one.q), one.kv[:, 0] * 0)),
+    ):
+        compiled = torch.compile(drop_in, fullgraph=True, dynamic=True, backend="aot_eager")
+        for mine, eager in zip(compiled(*arguments), drop_in(*arguments), strict=True):
+            assert torch.equal(mine, eager)
     torch._dynamo.reset()
 
 

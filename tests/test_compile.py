@@ -257,8 +257,9 @@ def test_traced_with_symbols() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict: bool) -> None:
-    """torch.export with lengths left open and the scale an input."""
+@pytest.mark.parametrize("B", [1, 3])
+def test_exported(B: int, strict: bool) -> None:
+    """torch.export with lengths left open in ranges and the scale an input; with several entries, their number too."""
 
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: Tensor) -> tuple:
@@ -267,15 +268,20 @@ def test_exported(strict: bool) -> None:
     def arguments(i: Inputs, scale: float) -> tuple:
         return i.q, i.kv, i.attn_sink, i.indices, torch.tensor(scale)
 
-    S, S_kv = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("S", "S_kv"))
+    S, S_kv, K, entries = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("S", "S_kv", "K", "B"))
+    open_entries = {0: entries} if B > 1 else {}
+    shapes = {1: S} | open_entries, {1: S_kv} | open_entries, None, {1: S, 3: K} | open_entries, None
     program = torch.export.export(
-        Attention(),
-        arguments(SMALL.inputs(), 0.3),
-        dynamic_shapes=({1: S}, {1: S_kv}, None, {1: S}, None),
-        strict=strict,
+        Attention(), arguments(SMALL.but(B=B).inputs(), 0.3), dynamic_shapes=shapes, strict=strict
     )
-    given = arguments(SMALL.but(S=9, S_kv=31).inputs(seed=1), 0.7)
+    i = SMALL.but(S=9, S_kv=31, K=5, B=B if B == 1 else 4).inputs(seed=1)
+    given = arguments(i, 0.7)
     assert_same(program.module()(*given), Attention()(*given))
+    if B > 1:
+        # What the graph leaves open, the op checks when it runs: here rows of 2 1/3 groups.
+        wide = torch.zeros(4, 31, 56, dtype=i.kv.dtype)[..., :48].unflatten(-1, (2, 24))
+        with pytest.raises(cute_sparse_mla.ArgumentValueError, match="strides must be multiples of the smallest"):
+            program.module()(given[0], wide, *given[2:])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -11,8 +11,6 @@ from ..indices import pad_slots
 from ..problem import MaybeTensor, Problem
 from ..validation import Call
 
-# Scores of invalid slots are -inf in the peers' kernels: a scale of 0 would make them NaN. As in this package's own.
-SMALLEST_SCALE = 1e-30
 INT32_SPAN = 2**31
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from ..config import SparseAttentionConfig
 from ..errors import MissingDependencyError
 from ..problem import FORWARD, KERNEL_DTYPES, Problem
+from ..scales import score_scale
 from ..validation import BackwardCall, Call
-from .arguments import INT32_SPAN, SMALLEST_SCALE, common_refusal, padded_heads, peer_rows, span
+from .arguments import INT32_SPAN, common_refusal, padded_heads, peer_rows, span
 
 NAME = "cuDNN"
 FORWARD_HEADS = {512: (64, 128), 576: (64,)}
@@ -91,7 +92,7 @@ def fwd(call: Call, sm_scale: float) -> tuple[Tensor, Tensor]:
     sink = None if call.attn_sink is None else padded_heads(call.attn_sink.contiguous(), extra, 0)
     done = _dsa().sparse_attention_forward_wrapper(
         padded_heads(call.q[0], extra, 1), call.kv[0, :, 0], peer_rows(call, 1), attn_sink=sink, topk_length=None,
-        softmax_scale=max(sm_scale, SMALLEST_SCALE),
+        softmax_scale=score_scale(sm_scale),
     )  # fmt: skip
     out, lse = done["out"], done["lse"]
     if extra:
@@ -106,7 +107,7 @@ def bwd(call: BackwardCall, sm_scale: float, deterministic: bool) -> tuple[Tenso
     assert sink is not None
     done = _dsa().sparse_attention_backward_wrapper(
         call.q[0], call.kv[0, :, 0], call.out[0], call.dout[0], call.lse[0].contiguous(), sink.contiguous(),
-        peer_rows(call, 1), softmax_scale=max(sm_scale, SMALLEST_SCALE), topk_length=None, deterministic=deterministic,
+        peer_rows(call, 1), softmax_scale=score_scale(sm_scale), topk_length=None, deterministic=deterministic,
     )  # fmt: skip
     if sm_scale == 0:
         done["dq"].zero_()

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..config import SparseAttentionConfig
 from ..errors import MissingDependencyError
 from ..problem import BACKWARD, Problem
+from ..scales import score_scale
 from ..validation import Call
-from .arguments import INT32_SPAN, SMALLEST_SCALE, common_refusal, padded_heads, peer_rows
+from .arguments import INT32_SPAN, common_refusal, padded_heads, peer_rows
 
 HEADS, SLOTS = (64, 128), 128
 NAME = "FlashMLA"
@@ -51,7 +52,7 @@ def fwd(call: Call, sm_scale: float) -> tuple[Tensor, Tensor]:
     extra = next(h for h in HEADS if h >= heads) - heads
     out, _, lse = function(
         padded_heads(call.q[0], extra, 1), call.kv[0], peer_rows(call, SLOTS).unsqueeze(1),
-        max(sm_scale, SMALLEST_SCALE), d_v=call.problem.d_v, attn_sink=padded_heads(_sink(call), extra, 0),
+        score_scale(sm_scale), d_v=call.problem.d_v, attn_sink=padded_heads(_sink(call), extra, 0),
         topk_length=None,
     )  # fmt: skip
     if extra:

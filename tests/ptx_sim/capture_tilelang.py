@@ -66,15 +66,18 @@ def available() -> str | None:
 
 
 def prepare() -> None:
-    """Build and load the stand-in libcuda.so.1 and libcudart.so."""
+    """Build and load the stand-in libcuda.so.1 and libcudart.so.
+
+    Compiled kernels are kept only where `TILELANG_CACHE_DIR` names a folder for them.
+    """
     if _shims:
         return
     if "tilelang" in sys.modules:
         raise RuntimeError("prepare() must run before tilelang is imported: its stubs look for libcuda.so.1 once")
     folder = Path(tempfile.mkdtemp(prefix="ptx_sim_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ.setdefault("TILELANG_CACHE_DIR", str(folder / "cache"))
-    os.environ["TILELANG_DISABLE_CACHE"] = "1"
+    if "TILELANG_CACHE_DIR" not in os.environ:
+        os.environ |= {"TILELANG_CACHE_DIR": str(folder / "cache"), "TILELANG_DISABLE_CACHE": "1"}
     for name in ("libcuda.so.1", "libcudart.so"):
         library = folder / name
         subprocess.run(

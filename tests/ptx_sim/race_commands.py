@@ -20,15 +20,15 @@ from .registers import RegisterCheck
 
 RESULTS = Path(__file__).with_name("sync_mutants.json")
 DEFAULT_INPUT = (384, 2)
-# What RESULTS holds: subject, launch or None for all, (slots per row, query tokens) of the inputs. Rows of several
-# blocks wrap rings; in rows of one block some waits stand alone.
+# What RESULTS holds: subject, launch (by number or kernel) or None for all, (slots per row, query tokens) of inputs.
+# Rows of several blocks wrap rings; in rows of one block some waits stand alone.
 COMMITTED = (
     ("wheel-fwd-h64-d512", "000", [(384, 2)]),
     ("wheel-bwd-h64-d512", "002", [(256, 1)]),
     ("wheel-bwd90-h64-d512", "001", [(256, 1)]),
-    ("hopper-h64-d576", "000", [(192, 2)]),
-    ("hopper-h64-d576", "002", [(192, 2)]),
-    ("hopper-h64-d576-deterministic", "005", [(64, 5)]),
+    ("hopper-h64-d576", "sparse_mla_fwd_kernel", [(192, 2)]),
+    ("hopper-h64-d576", "sparse_mla_bwd_kernel", [(192, 2)]),
+    ("hopper-h64-d576-deterministic", "sparse_mla_products_kernel", [(64, 5)]),
     ("sm100-fwd-h64-d512", "000", [(320, 2), (64, 4)]),
     ("sm100-fwd-h128-d512", "000", [(320, 2), (64, 4)]),
     ("sm100-fwd-h64-d576", "000", [(320, 2), (64, 4)]),
@@ -105,21 +105,25 @@ def races(args: argparse.Namespace) -> int:
     return status
 
 
-def _inputs(target: str, number: str | None, inputs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Launch]]]:
-    """Each launch of a target by its number, or only that one, on all inputs."""
+def _inputs(target: str, wanted: str | None, inputs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Launch]]]:
+    """Each launch of a target by its number, or only the wanted ones by number or kernel, on all inputs."""
     found: dict[str, list[Launch]] = {}
+    kernels = []
     for slots, tokens in inputs[:1] if Path(target).is_dir() else inputs:
-        for name, launch in _launches(target, slots, tokens):
-            if number in (None, name):
-                found.setdefault(name, []).append(launch)
+        for number, launch in _launches(target, slots, tokens):
+            kernels.append(f"{number} {launch.kernel[:60]}")
+            if wanted in (None, number, launch.kernel):
+                found.setdefault(wanted or number, []).append(launch)
+    if not found:
+        sys.exit(f"{target} has no launch {wanted}, but {', '.join(kernels)}")
     yield from found.items()
 
 
 def mutants(args: argparse.Namespace) -> int:
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     inputs = args.input or [DEFAULT_INPUT]
-    for target, number, inputs in [(t, args.launch, inputs) for t in args.targets] or COMMITTED:
-        for name, launches in _inputs(target, number, inputs):
+    for target, wanted, inputs in [(t, args.launch, inputs) for t in args.targets] or COMMITTED:
+        for name, launches in _inputs(target, wanted, inputs):
             inquiry = sync_mutants.Inquiry(launches, args.resident)
             if not inquiry.sites:
                 continue
@@ -143,7 +147,7 @@ def _mutants(title: str, inquiry: sync_mutants.Inquiry, processes: int) -> dict:
         if outcome.verdict == "survived":
             print(f"  line {outcome.line} {outcome.text}: {outcome.kind}: {outcome.detail}", flush=True)
     survivors = [site for site, outcome in zip(sites, found, strict=True) if outcome.verdict == "survived"]
-    gone, wrong = inquiry.redundant(survivors)
+    gone, wrong = inquiry.redundant(survivors, processes)
     record = sync_mutants.table(inquiry, found, gone, wrong)
     print(f"  {record['reported']} of {record['sites']} reported, {record['twin']} twins, {record['idle']} idle")
     if survivors:
@@ -171,7 +175,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     sub.add_argument(
         "targets", nargs="*", help=f"folders of launches, or names of subjects; none: those of {RESULTS.name}"
     )
-    sub.add_argument("--launch", help="only the launch of this number (000, 001 ...)")
+    sub.add_argument("--launch", help="only the launch of this number (000, 001 ...) or kernel")
     sub.add_argument("--processes", type=int, default=2)
     sub.add_argument("--resident", type=int, default=1, help="clusters that run at the same time")
     sub.add_argument(

@@ -17,10 +17,13 @@ ones the kernel must also pass adversarial schedules: a wrong result there is a 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -199,17 +202,13 @@ class Laboratory:
         instr = self.program.code[index]
         return f"PTX line {instr.line}: {instr.text[:160]}"
 
-    def under_schedules(self, *sites: int) -> str:
+    def under_schedule(self, seed: int, *sites: int) -> str:
         """What goes wrong without the instructions when engines and warps are held back at random; empty: nothing."""
-        program = without(self.program, *sites)
-        for seed in range(SCHEDULES):
-            try:
-                self.run(program, Observer(), policy=Delay(seed), order=Priorities(seed))
-            except (SimError, PtxError, MemoryError) as error:
-                return f"schedule {seed}: {str(error).splitlines()[0]}"
-            if not self._same():
-                return f"schedule {seed}: wrong result"
-        return ""
+        try:
+            self.run(without(self.program, *sites), Observer(), policy=Delay(seed), order=Priorities(seed))
+        except (SimError, PtxError, MemoryError) as error:
+            return f"schedule {seed}: {str(error).splitlines()[0]}"
+        return "" if self._same() else f"schedule {seed}: wrong result"
 
     def _twins(self, index: int, most: int = 3) -> list[int]:
         """Instructions that teach the same warps what the removed one did, the most frequent first."""
@@ -327,14 +326,21 @@ class Inquiry:
         instr = self.code[index]
         return Outcome(instr.line, instr.text[:120], verdict, kind, detail)
 
-    def redundant(self, survivors: Iterable[int]) -> tuple[list[int], str]:
+    def redundant(self, survivors: Iterable[int], processes: int = 1) -> tuple[list[int], str]:
         """Survivors that can go together, and what adversarial schedules then get wrong (empty: nothing)."""
         gone: list[int] = []
-        for site in survivors:
-            if self.verdict(*gone, site)[0] == "survived":
-                gone.append(site)
-        wrong = [laboratory.under_schedules(*gone) for laboratory in self.laboratories] if gone else []
-        return gone, next(filter(None, wrong), "")
+        left = list(survivors)
+        with _workers(self, processes) as each:
+            while left:
+                # Several at a time, as if each could go: what lies behind the first that cannot was tried in vain.
+                ahead = [(*gone, *left[: n + 1]) for n in range(min(processes, len(left)))]
+                can_go = itertools.takewhile(lambda found: found[0] == "survived", each(_verdict, ahead))
+                count = sum(1 for _ in can_go)
+                gone += left[:count]
+                left = left[count + (count < len(ahead)) :]
+            runs = list(itertools.product(range(len(self.laboratories)), range(SCHEDULES))) if gone else []
+            wrong = next(filter(None, each(partial(_under_schedule, gone), runs)), "")
+        return gone, wrong
 
 
 _inquiry: Inquiry | None = None
@@ -344,16 +350,31 @@ def _try(index: int) -> Outcome:
     return _inquiry.try_site(index)
 
 
-def outcomes(inquiry: Inquiry, sites: Iterable[int], processes: int = 1) -> Iterator[Outcome]:
-    """The mutants of the given sites, in their order; worker processes are forked from this one."""
+def _verdict(sites: tuple[int, ...]) -> tuple[str, str, str]:
+    return _inquiry.verdict(*sites)
+
+
+def _under_schedule(sites: list[int], which: tuple[int, int]) -> str:
+    laboratory, seed = which
+    return _inquiry.laboratories[laboratory].under_schedule(seed, *sites)
+
+
+@contextmanager
+def _workers(inquiry: Inquiry, processes: int) -> Iterator[Callable[[Callable, Iterable], Iterator]]:
+    """A `map` of questions to an inquiry, in this process or in several, which are forked from it."""
     global _inquiry
     _inquiry = inquiry
-    sites = list(sites)
     if processes == 1:
-        yield from map(_try, sites)
+        yield map
         return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield from pool.imap(_try, sites, chunksize=1)
+        yield pool.imap
+
+
+def outcomes(inquiry: Inquiry, sites: Iterable[int], processes: int = 1) -> Iterator[Outcome]:
+    """The mutants of the given sites, in their order."""
+    with _workers(inquiry, processes) as each:
+        yield from each(_try, list(sites))
 
 
 def table(inquiry: Inquiry, found: list[Outcome], gone: list[int], wrong: str) -> dict:
