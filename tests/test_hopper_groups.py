@@ -92,6 +92,23 @@ def test_forward(case: Case, tokens: int) -> None:
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
+def test_forward_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs that go over tiles of different length, and CTAs of one tile after them."""
+    case, observer = Case(S=17, S_kv=200, H=16, D=512, K=90, length="random", duplicates=True, sink="random"), Races()
+    inputs = case.inputs(seed=5)
+    sent = poisoned(inputs)
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "STAYING", 1.0)
+        out, lse = cute_sparse_mla.fwd(sent.q, sent.kv, sent.indices, **options(inputs, 4))
+    assert recorder.launches[-1].grid == (3, 1, 1)  # of five tiles
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
 @pytest.mark.parametrize(("case", "tokens"), CALLS[:2], ids=("everything", "two_tokens_512"))
 def test_backward(case: Case, tokens: int) -> None:
     observer = Races()
