@@ -71,7 +71,7 @@ NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
 # Shared memory of the CTAs of a multiprocessor that begin their lists before the device has decided about them.
 EARLY_BYTES = 196_608
 # Share of the tiles of different length that CTAs go over.
-STAYING = 0.75
+STAYING = 0.9
 # Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
 # waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
 # rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.

@@ -123,8 +123,23 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     if (!decide(samples, sampled, per_mille)) return 0;
     decided = true;
   }
+  // A warp reads the next entries of a token's list before it sets the bits of those at hand.
+  Index ahead[Loads];
+  int token, entry;
+  const Index *from;
+  const auto read = [&] {
+#pragma unroll
+    for (int u = 0; u < Loads; ++u) ahead[u] = entry + 32 * u < lengths[token] ? from[32 * u * slot_stride] : -1;
+  };
+  const auto begin = [&] {
+    entry = warp / Tokens * Loads * 32 + lane;
+    from = indices + token * token_stride + entry * slot_stride;
+    read();
+  };
   if (thread == 0) *repeats = 0;
   for (int start = 0; start < S_kv;) {
+    token = warp % Tokens;
+    begin();
     const int filled = (min(Span, S_kv - start) + PerVector - 1) / PerVector;  // vectors in use
 #pragma unroll 1
     for (int v = thread; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
@@ -132,29 +147,33 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     __syncthreads();
 
     int beyond = None;
-    for (int token = warp % Tokens; token < Tokens; token += Warps) {
-      const int length = lengths[token], limit = limits[token];
+    while (token < Tokens) {
+      const int limit = limits[token];
       const unsigned own_bit = 1u << token;
-      const Index *at = indices + token * token_stride + (warp / Tokens * Loads * 32 + lane) * slot_stride;
-      for (int first = warp / Tokens * Loads * 32; first < length; first += Together * Loads * 32) {
-        Index index[Loads];
+      Index index[Loads];
 #pragma unroll
-        for (int u = 0; u < Loads; ++u) index[u] = first + 32 * u + lane < length ? at[32 * u * slot_stride] : -1;
-        at += Together * Loads * 32 * slot_stride;
+      for (int u = 0; u < Loads; ++u) index[u] = ahead[u];
+      entry += Together * Loads * 32;
+      from += Together * Loads * 32 * slot_stride;
+      if (entry - lane < lengths[token]) {
+        read();
+      } else {
+        token += Warps;
+        if (token < Tokens) begin();
+      }
 #pragma unroll
-        for (int u = 0; u < Loads; ++u) {
-          if (index[u] < start || index[u] >= limit) continue;
-          const unsigned row = static_cast<unsigned>(index[u] - start);
-          if (row >= Span) {
-            beyond = min(beyond, static_cast<int>(index[u]));
-            continue;
-          }
-          const unsigned bit = own_bit << row % PerWord * Width;
-          if (atomicOr(words + row / PerWord, bit) & bit) {
-            const int slot = capacity - 1 - atomicAdd(repeats, 1);
-            rows[slot] = static_cast<int>(index[u]);
-            if (Tokens > 1) bits[slot] = own_bit;
-          }
+      for (int u = 0; u < Loads; ++u) {
+        if (index[u] < start || index[u] >= limit) continue;
+        const unsigned row = static_cast<unsigned>(index[u] - start);
+        if (row >= Span) {
+          beyond = min(beyond, static_cast<int>(index[u]));
+          continue;
+        }
+        const unsigned bit = own_bit << row % PerWord * Width;
+        if (atomicOr(words + row / PerWord, bit) & bit) {
+          const int slot = capacity - 1 - atomicAdd(repeats, 1);
+          rows[slot] = static_cast<int>(index[u]);
+          if (Tokens > 1) bits[slot] = own_bit;
         }
       }
     }
@@ -166,10 +185,14 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
     const int stretch = (filled + Warps - 1) / Warps;
     const int own = min(warp * stretch, filled), end = min(own + stretch, filled);
+    static_assert(Span / PerVector <= 32 * Threads, "a bit for every 32 vectors of a stretch");
+    unsigned occupied = 0;
     int count = 0;
 #pragma unroll 1
-    for (int v = own + lane; v < end; v += 32) {
-      const uint4 x = vectors[v];
+    for (int v = own + lane; v - lane < end; v += 32) {
+      const uint4 x = v < end ? vectors[v] : make_uint4(0, 0, 0, 0);
+      if (!__any_sync(~0u, x.x | x.y | x.z | x.w)) continue;
+      occupied |= 1u << (v - own) / 32;
       count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
                __popc(taken<Width>(x.w));
     }
@@ -179,50 +202,53 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     const int counted = lane < Warps ? counts[lane] : 0;
     int slot = total + sum_of_warp(lane < warp ? counted : 0);
     total += sum_of_warp(counted);
-    for (int first = own * 4; first < end * 4; first += 32) {
-      const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-      unsigned fields = taken<Width>(word);
-      if constexpr (PerWord == 2) {
-        // Lanes write side by side, which pays where many rows are selected.
-        const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
-        const unsigned earlier = (1u << lane) - 1;
-        int at = slot + __popc(low & earlier) + __popc(high & earlier);
-        for (int half = 0; half < 2; ++half) {
-          if (!(fields >> 16 * half & 1)) continue;
-          rows[at] = start + 2 * (first + lane) + half;
-          if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
-          ++at;
+    for (int group = own * 4; group < end * 4; group += 128, occupied /= 2) {
+      if (occupied % 2 == 0) continue;
+      for (int first = group; first < min(group + 128, end * 4); first += 32) {
+        const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
+        unsigned fields = taken<Width>(word);
+        if constexpr (PerWord == 2) {
+          // Lanes write side by side, which pays where many rows are selected.
+          const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
+          const unsigned earlier = (1u << lane) - 1;
+          int at = slot + __popc(low & earlier) + __popc(high & earlier);
+          for (int half = 0; half < 2; ++half) {
+            if (!(fields >> 16 * half & 1)) continue;
+            rows[at] = start + 2 * (first + lane) + half;
+            if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
+            ++at;
+          }
+          slot += __popc(low) + __popc(high);
+          continue;
         }
-        slot += __popc(low) + __popc(high);
-        continue;
-      }
-      const int mine = __popc(fields);
-      if (!__any_sync(~0u, mine)) continue;
-      int upto = mine;  // inclusive sum over the lanes
+        const int mine = __popc(fields);
+        if (!__any_sync(~0u, mine)) continue;
+        int upto = mine;  // inclusive sum over the lanes
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += below;
-      }
-      const int found = __shfl_sync(~0u, upto, 31);
-      // Rows are put side by side in shared memory first: lanes that store them as they find them take twice as long.
-      unsigned short *to = own_staged + upto - mine;
-#pragma unroll 1
-      for (int done = 0; done < found; done += Staged, to -= Staged) {
-        for (; fields && to < own_staged + Staged; fields &= fields - 1) {
-          const int shift = __popc(~fields & (fields - 1));
-          *to++ = (lane * PerWord + shift / Width) << Tokens | (word >> shift & OfTokens);
+        for (int step = 1; step < 32; step *= 2) {
+          const int below = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += below;
         }
-        __syncwarp();
+        const int found = __shfl_sync(~0u, upto, 31);
+        // Rows are put side by side in shared memory first: lanes that store them as they find them take twice as long.
+        unsigned short *to = own_staged + upto - mine;
 #pragma unroll 1
-        for (int i = lane; i < min(found - done, Staged); i += 32) {
-          const unsigned entry = own_staged[i];
-          rows[slot + done + i] = start + first * PerWord + (entry >> Tokens);
-          if (Tokens > 1) bits[slot + done + i] = entry & OfTokens;
+        for (int done = 0; done < found; done += Staged, to -= Staged) {
+          for (; fields && to < own_staged + Staged; fields &= fields - 1) {
+            const int shift = __popc(~fields & (fields - 1));
+            *to++ = (lane * PerWord + shift / Width) << Tokens | (word >> shift & OfTokens);
+          }
+          __syncwarp();
+#pragma unroll 1
+          for (int i = lane; i < min(found - done, Staged); i += 32) {
+            const unsigned entry = own_staged[i];
+            rows[slot + done + i] = start + first * PerWord + (entry >> Tokens);
+            if (Tokens > 1) bits[slot + done + i] = entry & OfTokens;
+          }
+          __syncwarp();
         }
-        __syncwarp();
+        slot += found;
       }
-      slot += found;
     }
     start = S_kv - start > Span ? *next_row : S_kv;
     __syncthreads();
