@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify-tokens", type=int, default=64, metavar="N",
                         help="query tokens judged against float64 (default 64; 0: none)")  # fmt: skip
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of the random inputs (default 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append result rows as JSON lines")
     parser.add_argument(
         "--device", type=arguments.device, help="torch device (default: cuda where there is one, else cpu)"
     )

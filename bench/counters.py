@@ -20,12 +20,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 import cute_sparse_mla
-from cute_sparse_mla import SparseAttentionConfig
+from cute_sparse_mla import SparseAttentionConfig, arguments
 from cute_sparse_mla.errors import ArgumentValueError, SparseMLAError, UnsupportedError
 
 from . import report
@@ -153,13 +152,13 @@ def describe(row: report.Row) -> str:
     return f"{row['pass']} H {row['H']} D {row['D']} K {row['K']}: {row['ms']} ms\n  " + "\n  ".join(texts)
 
 
-def _profiled(tool: str, arguments: Sequence[str], launches: int) -> str:
+def _profiled(tool: str, words: Sequence[str], launches: int) -> str:
     metrics = known_metrics(subprocess.run([tool, "--query-metrics"], capture_output=True, text=True).stdout)
     command = [
         tool, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--profile-from-start",
         "off", "--target-processes", "all", "--kernel-name", "regex:^sparse_mla_(fwd|bwd)_kernel$", "--launch-count",
         str(launches), "--metrics", ",".join(metrics or METRICS), sys.executable, "-m", "bench.counters", "--run-only",
-        *arguments,
+        *words,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", metavar="T,S_kv,H,D,K", help=f"default {' and '.join(SHAPES)}")
     parser.add_argument("--pass", dest="passes", default=f"{FWD},{BWD}", metavar="PASS,...", help="default fwd,bwd")
     parser.add_argument("--ncu", default="ncu", metavar="PATH", help="the tool")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append rows as JSON lines")
     parser.add_argument("--run-only", action="store_true", help="run the kernels without the tool: what it watches")
     args = parser.parse_args(argv)
     given = args.shape or list(SHAPES)
@@ -189,8 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if shutil.which(args.ncu) is None:
             raise UnsupportedError(f"no {args.ncu} here: it comes with the CUDA toolkit (Nsight Compute)")
         asked = [(shape, which) for shape in shapes for which in passes]
-        arguments = [word for text in given for word in ("--shape", text)]
-        text = _profiled(args.ncu, [*arguments, "--pass", args.passes], len(asked))
+        options = [word for text in given for word in ("--shape", text)]
+        text = _profiled(args.ncu, [*options, "--pass", args.passes], len(asked))
         run = Run(torch.device("cuda", torch.cuda.current_device()))
         rows = [row_of(values, *what, run) for values, what in zip(measured(text), asked, strict=True)]
     except SparseMLAError as error:

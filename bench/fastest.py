@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cute_sparse_mla import fastest
+from cute_sparse_mla import arguments, fastest
 from cute_sparse_mla.dispatch import EXTERNAL_BACKENDS
 from cute_sparse_mla.problem import BACKWARD, FORWARD
 
@@ -61,7 +61,9 @@ def text(table: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.fastest", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="files of benchmark rows")
-    parser.add_argument("--out", type=Path, default=fastest.TABLE, help="the table (default: the package's)")
+    parser.add_argument(
+        "--out", type=arguments.output_file, default=fastest.TABLE, help="the table (default: the package's)"
+    )
     args = parser.parse_args(argv)
     table = entries(read_jsonl(*args.results))
     args.out.write_text(text(table), encoding="utf-8")

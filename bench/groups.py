@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reps", type=arguments.count, help="timed runs each (default: what fits --seconds)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for all runs of a shape and pass (default 0.5)")
     parser.add_argument("--verify-tokens", type=int, default=16, help="query tokens judged against float64")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append result rows as JSON lines")
     args = parser.parse_args(argv)
     sys.path[:0] = [str(Path(folder).resolve()) for folder in args.peer_path]
     device = arguments.default_device()

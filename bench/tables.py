@@ -6,6 +6,7 @@ the V4 contract count gathered kv once per token, q and out. A figure without ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -411,9 +412,44 @@ def measured_in(r: Results) -> str:
     return f"Measured on one {device} ({what}); seconds, verification included: {times}."
 
 
+# Packages that a user installs or has beside this one, and what needs them.
+PACKAGES = {
+    "python": "everything",
+    "torch": "everything",
+    "tilelang": "Hopper kernels",
+    "nvidia-cutlass-dsl": "Blackwell kernels",
+    "apache-tvm-ffi": "either kernels",
+    "nvidia-cudnn-frontend": '`backend="cudnn"`',
+    "flash_mla": '`backend="flash_mla"`',
+    "quack-kernels": "nothing, installs beside",
+    "triton": "nothing, installs beside",
+}
+
+
+def versions(r: Results) -> str:
+    """The ranges that an installation accepts, and the versions that the committed rows were made with."""
+    project = (RESULTS.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project, _, _ = project.partition("[tool.")
+    # The extras for users stand before those for tests, which pin more.
+    ranges = dict(reversed(re.findall(r'"([\w-]+)([<>=][^"]*)"', project)))
+    ranges["python"] = re.findall(r'requires-python = "(.*)"', project)[0]
+    seen: dict[tuple[str, bool], set[str]] = {}
+    for row in read_jsonl(*(RESULTS / f"{name}.jsonl" for name in ("install_matrix", "fuzz", "h200", "parallel"))):
+        found = row["versions"] if row.get("ok", True) and isinstance(row.get("versions"), dict) else {}
+        for name, version in found.items():
+            # Peers name themselves.
+            name, version = version.split() if name == "impl" and " " in version else (name, version)
+            seen.setdefault((name, H200 in row.get("device", "")), set()).add(version)
+    lines = []
+    for name, purpose in PACKAGES.items():
+        cells = [", ".join(sorted(seen.get((name, gpu), {DASH}))) for gpu in (True, False)]
+        lines.append([name, purpose, ranges.get(name, DASH).replace(",", ", "), *cells])
+    return markdown(("package", "needed for", "accepted", "on an H200", "on CPUs (tests, simulator, installs)"), lines)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
     "other-forms": other_forms, "peers": peers, "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
-    "measured-in": measured_in,
+    "measured-in": measured_in, "versions": versions,
 }  # fmt: skip

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import autograd, dispatch, env, groups, validation
 from . import config as config_table
@@ -46,7 +45,7 @@ def _forward_arguments(
     validation.tensors(
         _OPTIONAL, q=q, kv=kv, indices=indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink
     )
-    _refuse_forward_mode(q, kv, attn_sink)
+    validation.refuse_forward_mode(q, kv, attn_sink)
     D = validation.row_width(q)
     return (
         q, kv, indices, q_positions, topk_length, attn_sink, *validation.scale(sm_scale),
@@ -59,14 +58,6 @@ def _checked_name(backend: Any) -> str:
     name = validation.backend_name(backend)
     dispatch.check_name("backend", name)
     return name
-
-
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Forward-mode AD would silently see a derivative of zero: custom ops have no rule for it."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise UnsupportedError("forward-mode automatic differentiation is not supported; use reverse mode (backward)")
 
 
 def fwd(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,33 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an int of at least 1, got {text!r}")
     return value
+
+
+def count_to(most: int) -> Callable[[str], int]:
+    """The type of an int in 1 to `most`."""
+
+    def bounded(text: str) -> int:
+        value = count(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text!r}")
+        return value
+
+    return bounded
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written, said before the work whose results it takes; its folder is made."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r} ({error})") from error
+    return path
 
 
 def seed(text: str) -> int:
@@ -46,7 +75,9 @@ def device(text: str) -> torch.device:
     try:
         value = torch.device(text)
         env.require_device(value)
-    except (RuntimeError, ArgumentValueError) as error:
+        if value.type not in ("cpu", "cuda", "meta"):
+            torch.empty(0, device=value)
+    except (RuntimeError, AssertionError, ArgumentValueError) as error:
         raise argparse.ArgumentTypeError(f"no such device here: {text!r}") from error
     if value.type == "meta":
         raise argparse.ArgumentTypeError("must be a device with memory, got 'meta'")

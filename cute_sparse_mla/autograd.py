@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import dispatch, env, validation
 from .config import SparseAttentionConfig, decode
-from .errors import SparseMLAError
+from .errors import SparseMLAError, UnsupportedError
 from .problem import Problem
 from .validation import BackwardCall
 
@@ -286,3 +286,30 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
 
 
 fwd_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+# -- second derivatives --------------------------------------------------------------------------------------------
+
+
+def _refuse_second(ctx: Any, *gradients: Tensor | None) -> tuple:
+    raise UnsupportedError("second derivatives of sparse_mla are not supported: its gradients are differentiated again")
+
+
+# Sets nothing up: all that it does is refuse.
+bwd_op.register_autograd(_refuse_second, setup_context=lambda ctx, inputs, output: None)
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    backward = staticmethod(_refuse_second)
+
+
+def first_order(gradient: Tensor, *sources: Tensor | None) -> Tensor:
+    """A gradient tied to what it was computed from: a second derivative is refused by name, not taken for zero.
+
+    For the backward of an `autograd.Function`; costs nothing unless autograd was asked for `create_graph`.
+    """
+    return _FirstOrder.apply(gradient, *sources) if torch.is_grad_enabled() else gradient

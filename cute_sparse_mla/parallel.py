@@ -23,16 +23,23 @@ Sources: all-gathered KV with zig-zag parts as in Llama 3's training; gradients 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import api, dispatch, validation
-from .autograd import readable_gradient
+# A custom op imports this at its first call. Once there is a process group, its functions' default arguments would hold
+# it for good: destroy_process_group would leave gloo's threads running, and one that frees a tensor while the
+# interpreter goes down aborts the process.
+import torch.distributed.nn.functional
+from torch import Tensor
+
+from . import api, dispatch, env, validation
+from .autograd import first_order, readable_gradient
 from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 SPLITS = ("contiguous", "zigzag", "round_robin")
@@ -40,6 +47,52 @@ SPLITS = ("contiguous", "zigzag", "round_robin")
 # torch renamed both in 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+# What torchrun sets.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """The group of torchrun's processes, or without torchrun of this one alone, for the time of a `with` block.
+
+    A group that there is already is used, and left as it is.
+
+    Args:
+        device: any CUDA device for NCCL, where each rank takes the GPU of its local rank, or a CPU for gloo.
+
+    Yields: the rank's device.
+
+    Raises: ValueError if this machine has no GPU for the rank; UnsupportedError if some of torchrun's variables are
+    missing.
+    """
+    own = not dist.is_initialized()
+    if device.type == "cuda":
+        if own:
+            local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            env.require_device(local)
+            torch.cuda.set_device(local)
+        device = torch.device("cuda", torch.cuda.current_device())
+    if own:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        missing = [name for name in _LAUNCHED if name not in os.environ]
+        if missing[:2] == list(_LAUNCHED[:2]):
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        elif missing:
+            raise UnsupportedError(f"run under torchrun, or without RANK and WORLD_SIZE: {missing[0]} is not set")
+        else:
+            dist.init_process_group(backend)
+    try:
+        yield device
+        if own:
+            dist.barrier()  # a rank that leaves early breaks the others' connections
+    finally:
+        if own:
+            dist.destroy_process_group()
 
 
 # -- which tokens a rank has ---------------------------------------------------------------------------------------
@@ -219,6 +272,7 @@ class GatheredKV:
     def __init__(self, kv: Tensor, split: TokenSplit) -> None:
         _is_split(split)
         validation.tensors(kv=kv)
+        validation.refuse_forward_mode(kv)
         if kv.dim() not in (3, 4):
             raise ArgumentValueError("kv", "must be [B, S_kv, G, D] or [T_kv, G, D] of this rank", list(kv.shape))
         self.part, self.split, self.dim = kv, split, kv.dim() - 3
@@ -351,6 +405,8 @@ def sparse_mla(
     is made contiguous when autograd hands over an expanded or unaligned one.
     """
     validation.flag("return_lse", return_lse)
+    validation.tensors(("attn_sink",), q=q, attn_sink=attn_sink)
+    validation.refuse_forward_mode(q, attn_sink)
     options = _with_positions(q, split, options)
     gathered = _gathered(kv, split)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, gathered.part, attn_sink)):
@@ -386,10 +442,9 @@ class _Anchor(torch.autograd.Function):
         return kv.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, anchored: Tensor) -> tuple[Tensor, None]:
         running, ctx.dkv.running = ctx.dkv.running, None
-        return running.wait(ctx.dtype), None
+        return first_order(running.wait(ctx.dtype), anchored), None
 
 
 class _Attention(torch.autograd.Function):
@@ -402,22 +457,24 @@ class _Attention(torch.autograd.Function):
             q, kv.wait(), indices, q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink, **options
         )
         # Detached, kv still tells when it was changed in place.
-        ctx.save_for_backward(q, kv.part.detach(), indices, q_positions, topk_length, attn_sink, out, lse)
+        ctx.save_for_backward(q, kv.part.detach(), indices, q_positions, topk_length, attn_sink, out, lse, anchor)
         ctx.split, ctx.dkv = kv.split, dkv
         ctx.options = {name: value for name, value in options.items() if name != "d_v"}
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-        q, kv, indices, q_positions, topk_length, attn_sink, out, lse = ctx.saved_tensors
-        gathered = GatheredKV(kv, ctx.split)
-        dout = readable_gradient(dout, out, ctx.options.get("backend"))
-        dq, dkv, d_sink = _bwd(
-            q, gathered, out, dout, indices, lse, dlse=dlse, q_positions=q_positions, topk_length=topk_length,
-            attn_sink=attn_sink, deterministic=torch.are_deterministic_algorithms_enabled(), **ctx.options,
-        )  # fmt: skip
-        if ctx.needs_input_grad[1]:
-            ctx.dkv.running = _ReduceScatter(dkv, gathered.dim, ctx.split)
-        return dq, lse.new_zeros(()), d_sink, *[None] * 6
+        q, kv, indices, q_positions, topk_length, attn_sink, out, lse, anchor = ctx.saved_tensors
+        with torch.no_grad():
+            gathered = GatheredKV(kv, ctx.split)
+            dq, dkv, d_sink = _bwd(
+                q, gathered, out, readable_gradient(dout, out, ctx.options.get("backend")), indices, lse, dlse=dlse,
+                q_positions=q_positions, topk_length=topk_length, attn_sink=attn_sink,
+                deterministic=torch.are_deterministic_algorithms_enabled(), **ctx.options,
+            )  # fmt: skip
+            if ctx.needs_input_grad[1]:
+                ctx.dkv.running = _ReduceScatter(dkv, gathered.dim, ctx.split)
+        sources = (q, anchor, attn_sink, dout, dlse)
+        dq, anchored = first_order(dq, *sources), first_order(lse.new_zeros(()), *sources)
+        return dq, anchored, None if d_sink is None else first_order(d_sink, *sources), *[None] * 6

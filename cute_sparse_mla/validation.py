@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 
 from .config import SparseAttentionConfig
-from .errors import ArgumentTypeError, ArgumentValueError
+from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from .problem import KERNEL_DTYPES, MAX_HEADS_PER_GROUP, MaybeTensor, Problem, default_d_v, default_scale
 
 ROW_ALIGNMENT = 16  # bytes
@@ -231,6 +232,14 @@ def destination(name: str, tensor: Tensor) -> None:
             rule = "elements must not overlap (stride 0, or less than the extent of smaller strides)"
             raise ArgumentValueError(name, rule, f"shape {list(tensor.shape)}, strides {tensor.stride()}")
     updatable(name, tensor)
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Forward-mode AD would silently see a derivative of zero: custom ops have no rule for it."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError("forward-mode automatic differentiation is not supported; use reverse mode (backward)")
 
 
 # -- one line per tensor and property ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import append_jsonl
+from cute_sparse_mla import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDNN, QUACK = "nvidia-cudnn-frontend", "quack-kernels"
@@ -132,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.install_matrix", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=COMBINATIONS, metavar="NAME", default=list(COMBINATIONS))
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints-dev.txt", help="for pip; '-' for none")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append result rows as JSON lines")
     args = parser.parse_args()
     failed = False
     for name in args.only:

@@ -37,7 +37,7 @@ import torch
 import cute_sparse_mla
 from bench.cases import BASE, Case
 from bench.report import append_jsonl
-from cute_sparse_mla import env
+from cute_sparse_mla import arguments, env
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge, run
 
@@ -265,7 +265,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=[*SUBJECTS], help="these subjects (all)")
     parser.add_argument("--calls", type=int, default=10_000, help="mixed calls (default 10000)")
     parser.add_argument("--device", type=torch.device, help="default: the GPU where there is one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append result rows as JSON lines")
     args = parser.parse_args()
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = False

@@ -360,7 +360,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=tuple(SUITES), default=tuple(SUITES))
     parser.add_argument("--device", type=arguments.device, help="default: the GPU where there is one")
     parser.add_argument("--limit", type=int, default=0, help="at most that many cases a part (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, metavar="FILE", help="append result rows as JSON lines")
     args = parser.parse_args()
     device = args.device or arguments.default_device()
     failed = False

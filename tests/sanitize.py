@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 import cute_sparse_mla
 from bench.cases import Case
 from bench.report import append_jsonl
-from cute_sparse_mla import SparseAttentionConfig, env
+from cute_sparse_mla import SparseAttentionConfig, arguments, env
 from cute_sparse_mla.precision import Inputs
 
 # Kernels of others are not looked at, except for what they initialise.
@@ -125,7 +124,7 @@ def main() -> int:
     parser.add_argument("--tool", nargs="+", choices=tuple(TOOLS), default=tuple(TOOLS))
     parser.add_argument("--limit", type=float, default=300, help="seconds of a tool for a case (default 300)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side (default: cores)")
-    parser.add_argument("--out", type=Path, help="append result rows as JSON lines")
+    parser.add_argument("--out", type=arguments.output_file, help="append result rows as JSON lines")
     args = parser.parse_args()
     if args.case is not None:
         run_case(args.case)

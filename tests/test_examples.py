@@ -31,10 +31,39 @@ def test_training_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(lines) == 4 and all(len(line.attrib["points"].split()) == 4 for line in lines)
 
 
-def test_a_training_that_would_never_select_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "said"), [
+    (["--steps", "60"], "no row is ever selected: got 60 and 60"),
+    (["--context", "1"], "--context must be at least 2"),
+    (["--context", "10000000"], "must be at most 65536 tokens: got 2 x 10000000"),
+    (["--context", "8192"], "must be at most 268435456, scores of the dense twin: got 1073741824"),
+    (["--batch", "1000000"], "must be at most 65536 tokens"),
+    (["--topk", "129"], "--topk must be at most --context: got 129 and 128"),
+    (["--layers", "100000"], "--layers: must be at most 64"),
+    (["--heads", "129"], "--heads: must be at most 128"),
+    (["--threads", "99999999999"], "--threads: must be at most"),
+    (["--steps", "many"], "--steps: must be an int of at least 1"),
+    (["--seed", "-1"], "--seed: must be an int in 0..2**63 - 1"),
+    (["--device", "mps"], "--device: no such device here: 'mps'"),
+    (["--svg", "{folder}"], "--svg: cannot be written"),
+    (["--svg", "{file}/curves.svg"], "--svg: cannot be written"),
+    (["--svg", ""], "--svg: cannot be written"),
+])  # fmt: skip
+def test_what_cannot_be_trained_is_said_before(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_dsa, "train", lambda *_: pytest.fail("a training has begun"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    words = [word.format(folder=tmp_path, file=tmp_path / "file") for word in words]
     with pytest.raises(SystemExit):
-        train_dsa.main(["--steps", "60", "--device", "cpu"])
-    assert "no row is ever selected: got 60 and 60" in capsys.readouterr().err
+        train_dsa.main(["--device", "cpu", *words])
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_for_the_picture_is_made(tmp_path: Path) -> None:
+    svg = tmp_path / "not" / "there" / "curves.svg"
+    assert train_dsa.main([*SMALL, "--svg", str(svg)]) == 0 and svg.stat().st_size > 1000
 
 
 def test_selecting_every_row_is_the_dense_attention() -> None:

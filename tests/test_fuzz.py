@@ -200,6 +200,23 @@ def test_the_last_bit_of_p_decides_a_dS_at_the_middle_of_two_numbers() -> None:
         assert _explained(contract, "sm90", i, results, _ExactBudget) == any(dq is model for model in either)
 
 
+@pytest.mark.parametrize(("share", "allowed"), [(0.9, True), (3, False)])
+def test_what_fp32_leaves_of_a_dq_of_0_is_rounded_too(share: float, allowed: bool) -> None:
+    """To fp16's smallest numbers, which made a simulated dq 1.09 times as long as the noise of fp32 allowed."""
+    case = Case(S=1, S_kv=1, H=1, K=1, D=576, dtype=torch.float16, sm_scale=0.001)
+    contract, i = fuzz.Contract(case, seed=0, dkv_buffer=False), case.inputs(seed=0)
+    kv = i.kv[0, 0].double()
+    slope = share * fuzz.FP32_NOISE * i.dout.double().norm(dim=-1) * kv[:, :512].norm()
+    dq = (0.001 * slope[..., None] * kv).half()
+    assert (dq.norm(dim=-1) > 0.001 * slope * kv.norm()).all()
+    out, lse = Judge(i).budget_forward()
+    results = Results(out, lse, dq, torch.zeros_like(i.kv), None)
+    assert _explained(contract, "sim-sm90", i, results, _ExactBudget) == allowed
+    exact = Judge(i).gradients(out, lse, reference.oracle())
+    check = TensorCheck("dq", 1.0, math.inf, math.inf, 0, 0, (1, 1, 1))
+    assert fuzz._beyond_fp32(check, contract, i, results, exact) == allowed
+
+
 def test_inputs_are_the_same_on_every_device() -> None:
     """Drawn on a CPU, also for a device that could not draw them: what a GPU misses is replayed in the simulator."""
     contract = fuzz.Contract(Case(S=3, K=5, sink="random", dlse=True, length="random", positions="random"), seed=1)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cute_sparse_mla.hopper.launch import TILELANG_VERSIONS
+from cute_sparse_mla.sm100.launch import DSL_VERSIONS
 
+from bench import tables
 from cute_sparse_mla import check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,6 +239,17 @@ def test_a_slow_pass_is_not_timed_for_long() -> None:
 
     times = check._milliseconds(slow, 5, torch.device("cpu"), enough=0.05)
     assert len(ran) == len(times) == 2
+
+
+def test_the_tested_versions_that_users_read() -> None:
+    """What the kernels accept is what the README's table, made of the committed rows, says was tested."""
+    table = tables.versions(tables.load())
+    rows = {cells[1]: cells for cells in ([c.strip() for c in line.split("|")] for line in table.splitlines()[2:])}
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+    for package, tested in (("tilelang", TILELANG_VERSIONS), ("nvidia-cutlass-dsl", DSL_VERSIONS)):
+        assert set(rows[package][5].split(", ")) == set(tested)
+        assert rows[package][3].startswith(f">={tested[0]}, <")
+    assert all(rows[name][3].startswith(">=") for name in ("python", "torch", "nvidia-cudnn-frontend"))
 
 
 # -- wheel and sdist -----------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import cute_sparse_mla
@@ -225,6 +229,75 @@ def test_any_gradient_that_autograd_hands_over(one_rank: None, loss: str) -> Non
             (out if loss == "sum" else lse.masked_fill(lse.isinf(), 0)).sum().backward()
         grads.append((out, lse, q.grad, kv.grad))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("wrt", ["q", "kv", "sink"])
+@pytest.mark.parametrize("module", [parallel, cute_sparse_mla], ids=["parallel", "plain"])
+def test_second_derivatives_are_refused_by_name(one_rank: None, module: Any, wrt: str) -> None:
+    """Not taken for zero, whatever they are asked for; `create_graph` alone is no harm."""
+    i, _, options = small_call(6)
+    keywords = {n: v for n, v in options.items() if n != "attn_sink" and (n != "split" or module is parallel)}
+    leaves = dict(q=i.q.clone(), kv=i.kv.clone(), sink=i.attn_sink.clone())
+    q, kv, sink = (t.requires_grad_() for t in leaves.values())
+    out = module.sparse_mla(q, kv, i.indices, attn_sink=sink, **keywords)
+    first = torch.autograd.grad(out, (q, kv, sink), i.dout, retain_graph=True)
+    again = torch.autograd.grad(out, (q, kv, sink), i.dout, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for gradient in again:
+        with pytest.raises(UnsupportedError, match="second derivatives of sparse_mla are not supported"):
+            torch.autograd.grad(gradient.float().sum(), leaves[wrt], allow_unused=True, retain_graph=True)
+
+
+def test_forward_mode_is_refused(one_rank: None) -> None:
+    i, split, options = small_call(7)
+    with forward_ad.dual_level():
+        q, kv = (forward_ad.make_dual(t, torch.ones_like(t)) for t in (i.q, i.kv))
+        for call in (
+            lambda: parallel.sparse_mla(q, i.kv, i.indices, **options),
+            lambda: parallel.fwd(i.q, kv, i.indices, **options),
+            lambda: parallel.gather_kv(kv, split),
+        ):
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                call()
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, with these variables instead of torchrun's."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launched} | variables
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the names of this process's threads")
+def test_no_thread_of_a_destroyed_group_is_left() -> None:
+    """One that is aborts the process now and then, when it frees a tensor while the interpreter goes down."""
+    run = program("""
+import os, torch, torch.distributed as dist
+from cute_sparse_mla import parallel
+def threads():
+    return [open(f"/proc/self/task/{n}/comm").read().strip() for n in os.listdir("/proc/self/task")]
+with parallel.process_group(torch.device("cpu")) as device:
+    q, kv = torch.ones(4, 2, 576).bfloat16().requires_grad_(), torch.ones(4, 1, 576).bfloat16().requires_grad_()
+    rows = torch.zeros(4, 1, 3, dtype=torch.int32)
+    parallel.sparse_mla(q, kv, rows, split=parallel.TokenSplit(4)).sum().backward()
+    assert dist.get_world_size() == 1 and "pt_gloo_runloop" in threads(), threads()
+assert not dist.is_initialized() and not [name for name in threads() if "gloo" in name], threads()
+""")
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(("variables", "code", "said"), [
+    (dict(), 0, "rank 0 of 1: relative errors"),
+    (dict(MASTER_ADDR="127.0.0.1"), 0, "rank 0 of 1: relative errors"),
+    (dict(WORLD_SIZE="1"), 1, "UnsupportedError: run under torchrun, or without RANK and WORLD_SIZE: RANK is not set"),
+    (dict(RANK="0", WORLD_SIZE="1"), 1, "MASTER_ADDR is not set"),
+])  # fmt: skip
+def test_the_example_without_torchrun(variables: dict[str, str], code: int, said: str) -> None:
+    run = program("from cute_sparse_mla.examples import head_parallel; head_parallel.main()", **variables)
+    assert run.returncode == code and said in run.stdout + run.stderr and "Traceback" not in run.stderr, run.stderr
 
 
 # -- wrong arguments -----------------------------------------------------------------------------------------------

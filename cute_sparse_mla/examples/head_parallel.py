@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m cute_sparse_mla.examples.head_parallel
 
+Without torchrun the one process has all heads.
 Every rank computes its heads' part of dkv for all rows; the parts are summed over the ranks in fp32 and rounded once.
 """
 
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import cute_sparse_mla
-from cute_sparse_mla.autograd import readable_gradient
+from cute_sparse_mla import arguments, parallel
+from cute_sparse_mla.autograd import first_order, readable_gradient
+from cute_sparse_mla.errors import SparseMLAError
 
 
 class HeadShardedAttention(torch.autograd.Function):
@@ -32,13 +34,14 @@ class HeadShardedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, kv, indices, out, lse = ctx.saved_tensors
-        dout = readable_gradient(dout, out, ctx.options.get("backend"))
-        dq, dkv, _ = cute_sparse_mla.bwd(q, kv, out, dout, indices, lse, dkv_dtype=torch.float32, **ctx.options)
-        dist.all_reduce(dkv, group=ctx.group)
-        return dq, dkv.to(kv.dtype), None, None, None
+        with torch.no_grad():
+            own = readable_gradient(dout, out, ctx.options.get("backend"))
+            dq, dkv, _ = cute_sparse_mla.bwd(q, kv, out, own, indices, lse, dkv_dtype=torch.float32, **ctx.options)
+            dist.all_reduce(dkv, group=ctx.group)
+            dkv = dkv.to(kv.dtype)
+        return first_order(dq, q, kv, dout), first_order(dkv, q, kv, dout), None, None, None
 
 
 def compare(device: torch.device, heads: int = 16, T: int = 64) -> dict[str, float]:
@@ -63,16 +66,13 @@ def compare(device: torch.device, heads: int = 16, T: int = 64) -> dict[str, flo
 
 
 def main() -> None:
-    """Run under torchrun: NCCL where there is a GPU for each rank, gloo on a CPU."""
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    errors = compare(device)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: relative errors {errors}")
-    dist.barrier()
-    dist.destroy_process_group()
+    """NCCL where there are GPUs, one for each rank; gloo on a CPU."""
+    try:
+        with parallel.process_group(arguments.default_device()) as device:
+            errors = compare(device)
+            print(f"rank {dist.get_rank()} of {dist.get_world_size()}: relative errors {errors}")
+    except SparseMLAError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 
 if __name__ == "__main__":

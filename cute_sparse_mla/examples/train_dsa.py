@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from pydoc_data import topics
 
 import torch
@@ -29,9 +29,12 @@ from torch.nn import functional as F
 
 import cute_sparse_mla
 from cute_sparse_mla import arguments, charts, indices
+from cute_sparse_mla.problem import MAX_HEADS_PER_GROUP
 
 LATENT, ROPE = 512, 64  # the kernels' D = 576 and d_v = 512
 VOCABULARY = 256  # bytes
+# The dense twin holds all scores of a step: bounds, so that what does not fit is said before anything is trained.
+MOST_TOKENS, MOST_SCORES = 1 << 16, 1 << 28
 
 
 @dataclass(frozen=True)
@@ -241,25 +244,45 @@ def curves_svg(curves: dict[str, Sequence[float]], title: str) -> str:
     return charts.picture((title, lines, charts.Axis("step", low=0), charts.Axis("nats per byte")))
 
 
+def unusable(s: Settings) -> str:
+    """Why a training with these settings cannot run or shows nothing, or an empty string."""
+    if s.steps <= s.warmup:
+        return f"--steps must be more than --warmup, or no row is ever selected: got {s.steps} and {s.warmup}"
+    if s.context < 2:
+        return f"--context must be at least 2, or there is no earlier row to select: got {s.context}"
+    if s.topk > s.context:
+        return f"--topk must be at most --context: got {s.topk} and {s.context}"
+    if s.tokens > MOST_TOKENS:
+        return f"--batch times --context must be at most {MOST_TOKENS} tokens: got {s.batch} x {s.context}"
+    scores = s.layers * s.heads * s.tokens * s.context
+    if scores > MOST_SCORES:
+        rule = f"--layers x --heads x --batch x --context^2 must be at most {MOST_SCORES}, scores of the dense twin"
+        return f"{rule}: got {scores}"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train both models, print a line for each, write the picture."""
     s = Settings()
     parser = argparse.ArgumentParser(prog="train_dsa", description="Train a small DSA model beside its dense twin.")
+    most = dict(layers=64, heads=MAX_HEADS_PER_GROUP)
     for name in ("steps", "warmup", "batch", "context", "topk", "layers", "heads"):
-        parser.add_argument(f"--{name}", type=arguments.count, default=getattr(s, name))
+        kind = arguments.count_to(most[name]) if name in most else arguments.count
+        parser.add_argument(f"--{name}", type=kind, default=getattr(s, name))
     parser.add_argument("--seed", type=arguments.seed, default=s.seed)
     parser.add_argument("--device", type=arguments.device, help="default: cuda where there is one, else cpu")
-    parser.add_argument("--svg", type=Path, default=Path("train_dsa.svg"), help="picture of the loss curves")
+    parser.add_argument("--svg", type=arguments.output_file, default="train_dsa.svg", help="picture of the loss curves")
     parser.add_argument(
-        "--threads", type=arguments.count, default=1,
+        "--threads", type=arguments.count_to(os.cpu_count() or 1), default=1,
         help="of a CPU (default 1: the tensors are small, and on shared cores threads wait for one another)",
     )  # fmt: skip
     given = vars(parser.parse_args(argv))
-    torch.set_num_threads(given.pop("threads"))
-    device, svg = given.pop("device") or arguments.default_device(), given.pop("svg")
+    threads, svg = given.pop("threads"), given.pop("svg")
+    device = given.pop("device") or arguments.default_device()
     s = Settings(**given)
-    if s.steps <= s.warmup:
-        parser.error(f"--steps must be more than --warmup, or no row is ever selected: got {s.steps} and {s.warmup}")
+    if fault := unusable(s):
+        parser.error(fault)
+    torch.set_num_threads(threads)
     curves: dict[str, Sequence[float]] = {}
     for name, sparse in (("dense", False), (f"sparse, top {s.topk}", True)):
         started = time.perf_counter()
