@@ -23,6 +23,7 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from ..union_lists import UnionPlan
+from .plan import LIST_THREADS
 from .ptx import LEAVE
 from .tile import find_tile, leave_unless_chosen, limit_at
 
@@ -30,10 +31,6 @@ from .tile import find_tile, leave_unless_chosen, limit_at
 STATE = 2 + 32
 # Rows of a warp that are put side by side before they are stored.
 STAGED = 256
-# CTAs of so many threads that a multiprocessor is to hold: 40 registers a thread. (72 registers: 65, 80 and 117 us for
-# 8, 4 and 2 tokens a tile, 16,384 tokens, K 640 of 20,480 rows; 40: 56, 69 and 108. At 4096 tokens no difference.)
-BLOCKS = {256: 6}
-
 UNION = r"""
 namespace sparse_mla {
 // The lowest bit of every `Width`-bit field of a word that is not zero.
@@ -357,8 +354,7 @@ def build(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(B * L * G, i32), threads=plan.threads) as bx:
             T.import_source(LEAVE + UNION)
-            if plan.threads in BLOCKS:
-                T.annotate_min_blocks_per_sm(BLOCKS[plan.threads])
+            T.annotate_min_blocks_per_sm(LIST_THREADS // plan.threads)
             if samples == 0:
                 T.pdl_sync()
             leave_unless_chosen(Gate, wanted)
