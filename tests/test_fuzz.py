@@ -183,8 +183,8 @@ class _ExactBudget(Judge):
 def test_the_last_bit_of_p_decides_a_dS_at_the_middle_of_two_numbers() -> None:
     """An H200's dq whose exact value and limit are 0: 32 slots name one row of kv, so that P is 1 / 32.
 
-    What a tensor core's dP leaves of Delta, over 32, is 5.5 of fp16's smallest numbers in head 3 of token 3. More than
-    the other one of these is a miss.
+    What a tensor core's dP leaves of Delta, over 32, is 5.5 of fp16's smallest numbers in head 3 of token 3, and became
+    6 there; the call's other 71 rows were the model's bit for bit. More than the other one of these is a miss.
     """
     text = """{"S": 6, "S_kv": 1, "H": 12, "K": 62, "packed": true, "dtype": "float16", "index_dtype": "int64",
         "invalid": "shuffled", "sm_scale": 0.001, "seed": 0, "dkv_buffer": false}"""
