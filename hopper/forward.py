@@ -22,10 +22,11 @@ over in the tail columns of its own buffer, where there is a tail):
                               S0 of the next pair               frees right_free[1]
                               frees left_free[1]
 
-A CTA goes over the tiles `bx`, `bx + ctas`, ...; where `ctas` is the number of tiles it has one. At the end of a tile
-the copy warpgroup runs ahead: q of the next one follows the last scores, block 0 the last products but one, while out
-leaves through block 1's buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks
-q and list into the L2 before the last pair. q comes in two halves, since the scores of L need its first alone.
+The first `ctas` CTAs go over up to `rounds` tiles each, `bx`, `bx + ctas`, ...; where lists differ in length, the tiles
+that are left have a CTA each, which goes to the SM that is free first. At the end of a tile the copy warpgroup runs
+ahead: q of the next one follows the last scores, block 0 the last products but one, while out leaves through block 1's
+buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks q and list into the L2
+before the last pair. q comes in two halves, since the scores of L need its first alone.
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so

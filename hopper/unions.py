@@ -6,9 +6,10 @@ distinct rows in rising order, then one slot of one bit for every repeat of a ro
 token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
 The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, and one scan writes
-the slots. Bits that were set already are the repeats; they are put down at the end of the list's room and moved up
-last. Of a kv longer than `span` the ranges that hold no selected row are skipped: while it sets bits, a pass finds the
-lowest row beyond its range, where the next begins. No other memory is used and nothing sorted.
+the slots, which a warp puts side by side in shared memory before it stores them. Bits that were set already are the
+repeats; they are put down at the end of the list's room and moved up last. Of a kv longer than `span` the ranges that
+hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range, where the next
+begins. No other memory is used and nothing sorted.
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
 the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are
