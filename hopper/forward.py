@@ -22,10 +22,11 @@ over in the tail columns of its own buffer, where there is a tail):
                               S0 of the next pair               frees right_free[1]
                               frees left_free[1]
 
-A CTA goes over the tiles `bx`, `bx + ctas`, ...; where `ctas` is the number of tiles it has one. At the end of a tile
-the copy warpgroup runs ahead: q of the next one follows the last scores, block 0 the last products but one, while out
-leaves through block 1's buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks
-q and list into the L2 before the last pair. q comes in two halves, since the scores of L need its first alone.
+The first `ctas` CTAs go over up to `rounds` tiles each, `bx`, `bx + ctas`, ...; where lists differ in length, the tiles
+that are left have a CTA each, which goes to the SM that is free first. At the end of a tile the copy warpgroup runs
+ahead: q of the next one follows the last scores, block 0 the last products but one, while out leaves through block 1's
+buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks q and list into the L2
+before the last pair. q comes in two halves, since the scores of L need its first alone.
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
@@ -219,10 +220,11 @@ def build(plan: Plan) -> PrimFunc:
         has_length: T.int32,
         has_positions: T.int32,
         ctas: T.int32,
+        rounds: T.int32,
         ahead: T.int32,
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
-        with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
+        with T.Kernel(T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
@@ -251,7 +253,7 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) - 1)
+            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds) - 1)
             tx = T.get_thread_binding()
             at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
@@ -259,8 +261,14 @@ def build(plan: Plan) -> PrimFunc:
             # Pairs before the present one, of all of the CTA's tiles.
             step = T.alloc_var("int32")
             step = 0
-            # Tiles of this CTA: lists of several tokens differ in length, and each has a CTA of its own.
-            mine = T.ceildiv(tiles - bx, T.min(tiles, ctas)) if TOKENS == 1 else 1
+            # First tile of this CTA, and how many it has.
+            start = T.alloc_var("int32")
+            mine = T.alloc_var("int32")
+            start = bx
+            mine = T.min(rounds, T.ceildiv(tiles - bx, ctas))
+            if bx >= ctas:
+                start = bx + ctas * (rounds - 1)
+                mine = 1
 
             # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:
@@ -275,7 +283,7 @@ def build(plan: Plan) -> PrimFunc:
                 q_rows = T.alloc_local([4], "int64")
                 q_ok = T.alloc_local([4], "int32")
                 for w in T.serial(mine):
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -370,7 +378,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_l, 0)
@@ -441,7 +449,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.wait_wgmma(0)
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
@@ -474,7 +482,7 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_r, 0)
@@ -537,7 +545,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.barrier_arrive(right_free[1])
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                     T.copy(o_r, KV_s[1, :, HALF:D_V])
