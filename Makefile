@@ -39,7 +39,7 @@ test: $(TEST_READY) lint  ## set up and pass the tests
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
 
-sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of fourteen kernels (about 50 CPU minutes)
+sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of fourteen kernels (50 CPU minutes; ARGS='--processes N')
 	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
 sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
@@ -55,7 +55,7 @@ sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the s
 fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
 
-fuzz-sim: $(TEST_READY)  ## 1,000 through each kernels' simulation, on a CPU; stopped, it goes on where it was
+fuzz-sim: $(TEST_READY)  ## 1,000 through each kernels' simulation, on a CPU; stopped, it goes on where it was; ARGS='--workers N'
 	$(PY) -m tests.fuzz --target sim-sm100 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
 	$(PY) -m tests.fuzz --target sim-sm90 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
 

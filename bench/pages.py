@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, words = parser.parse_known_args(argv)
     if words and args.measure is None:
         parser.error(f"without --measure nothing is run: {' '.join(words)}")
+    if args.measure is not None and not torch.cuda.is_available():
+        parser.error("--measure needs a GPU; without it the committed rows are drawn")
     fine = args.measure is None or measure(args.measure or tuple(SUITES), words)
     if args.check:
         for path in stale():

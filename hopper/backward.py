@@ -20,15 +20,15 @@ once for both, and no accumulator passes through shared memory.
       (n = 0, 1, 2, 3)            [S^T dP^T] += K_n [Q_n dO_n]^T
                                   P, dS; wait ds_free
                                   dS to shared memory, ds_ready
-    wait ds_ready                 wait p_free                     wait ds_ready; acc = dS^T Q under the last adds
-    wait kv_free[0], gather 0     P handed over, p_ready            of the block before
-    wait kv_free[1], gather 1     dq += dS K_0, frees kv_free[0]  wait p_ready, P to registers, frees p_free
+    wait ds_ready                 P handed over, p_ready          wait ds_ready; acc = dS^T Q under the last adds
+    wait kv_free[0], gather 0     dq += dS K_0, frees kv_free[0]    of the block before
+    wait kv_free[1], gather 1                                     wait p_ready, P to registers
     dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, from the last down:
     frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows kept, half dealt and added
     wait tail_free, gather 3                                        next acc = dS^T Q under the adds of those kept
                                                                     (first chunk: dq tail += dS K tail, tail_free)
                                                                     acc = sm_scale acc + P^T dO
-                                                                  frees ds_free (last dS)
+                                                                  frees ds_free (last dS, and P)
 
 Before the first block come dout, then q and kv group by group of columns, so that scores begin with the first; the
 warpgroup of the stream meanwhile reads out and makes the rows' values.
@@ -51,11 +51,15 @@ from .plan import (
     ADDS, BLOCK_K, CHUNK, COPY_REGISTERS, D_V, FACTOR_COLUMNS, FACTORS, HALF, ITEM, ROWS,
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import DKV_STREAM, GATHER, LEAVE, OPERAND, ROW_DOT, STACKED_SCORES, SUBNORMAL, WGMMA_TYPE
+from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
 from .row_stats import say_stats
 from .tile import (
     PASSES, STEP, VECTOR, begin, find_rows, find_tile, limit_at, load_bits, selects, store_rows,
 )  # fmt: skip
+
+# Named barriers at the end, of the warpgroups of copies, scores and stream. TileLang counts its own from 3 on and knows
+# of no others.
+LEAVES = (13, 14, 15)
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -79,13 +83,17 @@ def build(plan: Plan) -> PrimFunc:
     P_ROW, P_COLUMN = (ROWS, D_V) if TAIL else (0, 0)
     # Columns of KV that are gathered, and come free, together.
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
-    # Of the products of scores: the first, more, the last with the tail of S^T.
-    PARTS = (0, 1, 1, 2 if TAIL else 1)
-    # Of a [64 x 64] accumulator, by threads.
-    ACCUMULATOR = Fragment(
-        [BLOCK_K, ROWS],
-        forward_fn=lambda k, h: (k // 16 * 32 + k % 8 * 4 + h % 8 // 2, h // 8 * 4 + k % 16 // 8 * 2 + h % 2),
-    )
+    # Of the products of scores: the first, more, the last, which may have a tail of S^T.
+    PARTS = ("Part::first", "Part::more", "Part::more", "Part::last_with_tail" if TAIL else "Part::last")
+
+    def accumulator(columns, first=0):
+        # By threads from `first` on; those of another warpgroup TileLang would take for idle.
+        return Fragment(
+            [64, columns],
+            forward_fn=lambda r, c: (
+                first + r // 16 * 32 + r % 8 * 4 + c % 8 // 2, c // 8 * 4 + r % 16 // 8 * 2 + c % 2,
+            ),
+        )  # fmt: skip
 
     B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
     # Elements of dkv, its terms or factors, and of the sums of dq between parts.
@@ -128,7 +136,7 @@ def build(plan: Plan) -> PrimFunc:
         first, last = GROUPS[n]
         T.call_extern(
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
-            T.address_of(KV_s[r0, first + c0]), source.data, ok.data, 0, first,
+            T.access_ptr(KV_s[r0, first + c0], "r", 1), source.data, ok.data, 0, first,
         )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[n])
 
@@ -138,33 +146,29 @@ def build(plan: Plan) -> PrimFunc:
         first, last = GROUPS[n]
         T.call_extern(
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
-            T.address_of(QdO_s[r0, first + c0]), at.data, there.data, 0, first,
+            T.access_ptr(QdO_s[r0, first + c0], "r", 1), at.data, there.data, 0, first,
         )  # fmt: skip
 
     @T.macro
-    def say_rows(i, slot_row, slot_to, rows, goal, lane, r0):
-        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to.
-        if not IN_PARTS:
-            T.call_extern("handle", "sparse_mla::spread", goal.data, rows.data)
-        if lane % 8 == 0:
+    def say_slots(i, slot_row, slot_to, rows, goal, r0):
+        # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to. They are there
+        # when the copies of the next group of columns are, whose arrival at `kv_ready` comes behind them.
+        if ORDERED:
             for r in T.unroll(PASSES):
-                slot_row[i & 1, r * 16 + r0] = rows[r]
-                slot_to[i & 1, r * 16 + r0] = i * BLOCK_K + r * 16 + r0 if ORDERED else goal[r]
+                goal[r] = i * BLOCK_K + r * 16 + r0
+        elif not IN_PARTS:
+            T.call_extern("handle", "sparse_mla::spread", goal.data, rows.data)
+        T.call_extern(
+            "handle", "sparse_mla::say_slots", rows.data, goal.data, T.access_ptr(slot_row[i & 1, r0], "r", 1),
+            T.access_ptr(slot_to[i & 1, r0], "r", 1),
+        )  # fmt: skip
 
     @T.macro
-    def gather_first(
-        i, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows, goal, ok, kv_ready,
-        rows_ready,
-    ):  # fmt: skip
-        # The first group of columns of block i, and what its slots are.
+    def gather_first(i, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready):
+        # The first group of columns of block i, and who selected its slots.
         if TOKENS > 1:
-            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
-            T.cp_async_barrier_noinc(rows_ready)
         gather(0, KV_s, r0, c0, source, ok, kv_ready)
-        if TOKENS == 1:
-            say_rows(i, slot_row, slot_to, rows, goal, lane, r0)
-            T.barrier_arrive(rows_ready)
 
     @T.macro
     def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
@@ -172,9 +176,21 @@ def build(plan: Plan) -> PrimFunc:
         T.barrier_wait(kv_ready[n], i & 1)
         T.fence_proxy_async()
         T.call_extern(
-            "handle", f"sparse_mla::scores<{DTYPE}, {PARTS[n]}>",
+            "handle", f"sparse_mla::scores<{DTYPE}, sparse_mla::{PARTS[n]}>",
             s.data, dp.data, T.access_ptr(KV_s[0, first], "r", 1), T.access_ptr(QdO_s[0, first], "r", 1),
         )  # fmt: skip
+
+    @T.macro
+    def add_dq(dq, dS_s, KV_s, first):
+        # 128 columns. T.wgmma_gemm would have an arrival before it, for which the first of the scores' does.
+        T.call_extern(
+            "handle", f"sparse_mla::add_dq<{DTYPE}>", dq.data, T.access_ptr(dS_s[0, 0], "r", 1),
+            T.access_ptr(KV_s[0, first], "r", 1),
+        )  # fmt: skip
+
+    def corner(X_s, thread, first=0):
+        # What `store_operand` wants. What is written so, TileLang puts no barriers around.
+        return T.access_ptr(X_s[thread // 32 * 16 + thread % 16, first + thread % 32 // 16 * 8], "r", 1)
 
     def place_of(P_s):
         # Where P is handed over: with a tail, where dout has none.
@@ -202,9 +218,14 @@ def build(plan: Plan) -> PrimFunc:
         # Adds of the chunk of columns up to `end`, those of its second half while the next one is computed.
         keep(acc, kept)
         add(0, valid, acc, to, rows, row_bytes)
-        T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         if first:
-            T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
+            T.call_extern(
+                "handle", f"sparse_mla::begin_chunk_and_add_dq<{DTYPE}>", acc.data, dq_t.data,
+                T.access_ptr(dS_s[0, 0], "r", 1), T.access_ptr(QdO_s[0, end - 2 * CHUNK], "r", 1),
+                T.access_ptr(KV_s[0, D_V], "r", 1),
+            )  # fmt: skip
+        else:
+            T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
         add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         if frees:
@@ -248,7 +269,7 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def store_factors(
-        blocks, row_0, lane, dKV, dS_s, P_s, KV_s, dq_t, ds_ready, p_ready, ds_free, p_free, tail_free
+        blocks, row_0, lane, dKV, dS_s, P_s, KV_s, dq_t, ds_ready, p_ready, ds_free, tail_free
     ):  # fmt: skip
         for i in T.serial(blocks):
             T.barrier_wait(ds_ready, i & 1)
@@ -258,10 +279,9 @@ def build(plan: Plan) -> PrimFunc:
             if TAIL:
                 T.wait_wgmma(0)
                 T.barrier_arrive(tail_free)
-            T.barrier_arrive(ds_free)
             T.barrier_wait(p_ready, i & 1)
             store_factor(P_s, P_ROW, P_COLUMN, dKV, row_0 + i * BLOCK_K, lane, ROWS)
-            T.barrier_arrive(p_free)
+            T.barrier_arrive(ds_free)
 
     @T.macro
     def start_dq(dq, Sums, starts, cta, first, last):
@@ -272,15 +292,17 @@ def build(plan: Plan) -> PrimFunc:
             T.fill(dq, 0)
 
     @T.macro
-    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last):
-        # Columns [first, last) of the tile, through the same columns of the KV buffer.
+    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last, barrier):
+        # Columns [first, last) of the tile, through the same columns of the KV buffer; a named barrier a warpgroup.
         if IN_PARTS and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
-            for h, d in T.Parallel(ROWS, last - first):
-                dq[h, d] = T.call_extern(fp32, "sparse_mla::product", dq[h, d], dq_scale)
-            T.copy(dq, KV_s[:, first:last])
+            T.call_extern(
+                "handle", f"sparse_mla::store_scaled<{ELEMENT[dtype]}, {(last - first) // 64}>", dq.data, dq_scale,
+                corner(KV_s, lane, first),
+            )  # fmt: skip
+            T.sync_threads(barrier, WARPGROUP)
             store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
 
     @T.prim_func
@@ -319,7 +341,7 @@ def build(plan: Plan) -> PrimFunc:
         has_sink: T.int32,
     ):
         with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
-            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROW_DOT + STACKED_SCORES + DKV_STREAM)
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROUNDED + ROW_DOT + PRODUCTS + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
             if FACTORED:
@@ -341,7 +363,6 @@ def build(plan: Plan) -> PrimFunc:
             slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
-            rows_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             dout_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
@@ -352,7 +373,6 @@ def build(plan: Plan) -> PrimFunc:
             ds_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             p_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             ds_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
-            p_free = T.alloc_barrier(arrive_count=WARPGROUP)
 
             begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
             tx = T.get_thread_binding()
@@ -386,7 +406,7 @@ def build(plan: Plan) -> PrimFunc:
             blocks = T.ceildiv(length, BLOCK_K)
 
             # Does: loads dout, q; gathers KV; dq of columns 256..511. Consumes: kv_free, tail_free, ds_ready.
-            # Produces: dout_ready, kv_ready, rows_ready, ds_free.
+            # Produces: dout_ready, kv_ready, ds_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(COPY_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
@@ -409,12 +429,6 @@ def build(plan: Plan) -> PrimFunc:
                     goal[r] = -1
                 source = T.alloc_local([PASSES], i64)
                 load_slots(found, Indices, b, ti, g, r0, length)
-                if LOOKS_AHEAD:
-                    ahead = T.alloc_local([2 * PASSES], idx_t)
-                    T.call_extern(
-                        "handle", f"sparse_mla::look_ahead<{INDEX}>", ahead.data, T.address_of(Indices[b, ti, g, 0]),
-                        ik * INDEX_BYTES, r0, length,
-                    )  # fmt: skip
                 if blocks > 0:
                     # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
                     there = T.alloc_local([PASSES], "int32")
@@ -424,29 +438,24 @@ def build(plan: Plan) -> PrimFunc:
                     find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
                     T.call_extern(
                         "handle", f"sparse_mla::gather_rows_in_turn<{D_V // STEP}, {2 * ROWS}>",
-                        T.address_of(QdO_s[ROWS + r0, c0]), do_at.data, there.data,
+                        T.access_ptr(QdO_s[ROWS + r0, c0], "r", 1), do_at.data, there.data,
                     )  # fmt: skip
                     T.cp_async_barrier_noinc(dout_ready)
                     load_q(0, QdO_s, r0, c0, q_at, there)
                     next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
-                    if TOKENS > 1:
-                        gather_first(
-                            0, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0, source, rows,
-                            goal, ok, kv_ready, rows_ready,
-                        )  # fmt: skip
-                    else:
-                        gather(0, KV_s, r0, c0, source, ok, kv_ready)
+                    gather_first(0, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready)
                     load_q(1, QdO_s, r0, c0, q_at, there)
                     gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     load_q(2, QdO_s, r0, c0, q_at, there)
                     gather(2, KV_s, r0, c0, source, ok, kv_ready)
+                    if LOOKS_AHEAD:
+                        T.call_extern(
+                            "handle", f"sparse_mla::look_ahead<{INDEX}>", goal.data, rows.data,
+                            T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES, r0, length, limit,
+                        )  # fmt: skip
+                    say_slots(0, slot_row, slot_to, rows, goal, r0)
                     load_q(3, QdO_s, r0, c0, q_at, there)
                     gather(3, KV_s, r0, c0, source, ok, kv_ready)
-                    if TOKENS == 1:
-                        if LOOKS_AHEAD:
-                            T.call_extern("handle", f"sparse_mla::share_ahead<{INDEX}>", goal.data, ahead.data, limit)
-                        say_rows(0, slot_row, slot_to, rows, goal, lane, r0)
-                        T.barrier_arrive(rows_ready)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
                 start_dq(dq_r, Sums, starts, cta, HALF, D_V)
                 # Iteration i finishes block i and gathers the next.
@@ -455,10 +464,8 @@ def build(plan: Plan) -> PrimFunc:
                     next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, found, rows, source, ok)
                     if i < blocks - 1:
                         T.barrier_wait(kv_free[0], i & 1)
-                        gather_first(
-                            i + 1, KV_s, Bits, slot_row, slot_to, slot_bits, b, ti, g, lane, length, r0, c0,
-                            source, rows, goal, ok, kv_ready, rows_ready,
-                        )  # fmt: skip
+                        gather_first(i + 1, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready)
+                        say_slots(i + 1, slot_row, slot_to, rows, goal, r0)
                         T.barrier_wait(kv_free[1], i & 1)
                         gather(1, KV_s, r0, c0, source, ok, kv_ready)
                     # Behind those of the scores' warpgroup: the stream's products wait for less.
@@ -470,19 +477,22 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             T.barrier_wait(tail_free, i & 1)
                         gather(3, KV_s, r0, c0, source, ok, kv_ready)
-                leave_dq(dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V)
+                leave_dq(
+                    dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V, LEAVES[0]
+                )
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
-            # Consumes: kv_ready, rows_ready, stats_ready, ds_free, p_free.
+            # Consumes: kv_ready, stats_ready, ds_free.
             elif tx < WARPGROUP:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 s = T.alloc_fragment([BLOCK_K, ROWS], fp32)
                 dp = T.alloc_fragment([BLOCK_K, ROWS], fp32)
-                T.annotate_layout({s: ACCUMULATOR, dp: ACCUMULATOR})
+                T.annotate_layout({s: accumulator(ROWS), dp: accumulator(ROWS)})
                 p = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 ds = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 dq_0 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_1 = T.alloc_fragment([ROWS, 128], fp32)
+                T.annotate_layout({dq_0: accumulator(128), dq_1: accumulator(128)})
                 start_dq(dq_0, Sums, starts, cta, 0, 128)
                 start_dq(dq_1, Sums, starts, cta, 128, HALF)
                 for i in T.serial(blocks):
@@ -490,7 +500,6 @@ def build(plan: Plan) -> PrimFunc:
                     scores(1, i, KV_s, QdO_s, s, dp, kv_ready)
                     scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
                     scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
-                    T.barrier_wait(rows_ready, i & 1)
                     T.barrier_wait(stats_ready, 0)
                     T.wait_wgmma(0)
                     for k, h in T.Parallel(BLOCK_K, ROWS):
@@ -509,28 +518,27 @@ def build(plan: Plan) -> PrimFunc:
                     T.barrier_wait(ds_free, (i & 1) ^ 1)
                     T.call_extern(
                         "handle", "sparse_mla::store_operand", ds.data,
-                        T.access_ptr(dS_s[tx // 32 * 16 + tx % 16, tx % 32 // 16 * 8], "w", 1),
+                        corner(dS_s, tx),
                     )  # fmt: skip
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
-                    T.barrier_wait(p_free, (i & 1) ^ 1)
                     if FACTORED:
                         for k, h in T.Parallel(BLOCK_K, ROWS):
                             P_s[P_ROW + k, P_COLUMN + h] = s[k, h]
                     else:
                         T.call_extern("handle", "sparse_mla::give", p.data, place_of(P_s))
                     T.barrier_arrive(p_ready)
-                    T.wgmma_gemm(dS_s, KV_s[:, :128], dq_0, transpose_A=True)
-                    T.wgmma_gemm(dS_s, KV_s[:, 128:HALF], dq_1, transpose_A=True)
+                    add_dq(dq_0, dS_s, KV_s, 0)
+                    add_dq(dq_1, dS_s, KV_s, 128)
                     T.wait_wgmma(1)
                     T.barrier_arrive(kv_free[0])
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[1])
-                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128)
-                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF)
+                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128, LEAVES[1])
+                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF, LEAVES[1])
 
-            # Does: row values; stores dS and P; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Does: row values; stores dS and P; dq of the tail. Produces: stats_ready, ds_free, tail_free.
             # Consumes: dout_ready, ds_ready, p_ready.
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
@@ -544,13 +552,14 @@ def build(plan: Plan) -> PrimFunc:
                     dq_f = T.alloc_fragment([ROWS, TAIL], fp32)
                     start_dq(dq_f, Sums, starts, cta, D_V, D)
                 store_factors(
-                    blocks, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free, p_free,
-                    tail_free,
+                    blocks, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free, tail_free,
                 )  # fmt: skip
                 if TAIL:
-                    leave_dq(dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D)
+                    leave_dq(
+                        dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D, LEAVES[2]
+                    )
 
-            # Does: row values; dkv; dq of the tail. Produces: stats_ready, ds_free, p_free, tail_free.
+            # Does: row values; dkv; dq of the tail. Produces: stats_ready, ds_free, tail_free.
             # Consumes: dout_ready, ds_ready, p_ready.
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
@@ -572,6 +581,7 @@ def build(plan: Plan) -> PrimFunc:
                 acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
                 if TAIL:
                     dq_t = T.alloc_fragment([ROWS, TAIL], fp32)
+                    T.annotate_layout({dq_t: accumulator(TAIL, WARPGROUP)})
                     start_dq(dq_t, Sums, starts, cta, D_V, D)
                 else:
                     dq_t = acc
@@ -586,7 +596,6 @@ def build(plan: Plan) -> PrimFunc:
                         my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
                     T.barrier_wait(p_ready, i & 1)
                     T.call_extern("handle", "sparse_mla::take", p_b.data, place_of(P_s))
-                    T.barrier_arrive(p_free)
                     if not TAIL:
                         T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
                         T.wait_wgmma(0)
@@ -602,6 +611,8 @@ def build(plan: Plan) -> PrimFunc:
                             sm_scale, ds_ready, ds_free, tail_free,
                         )  # fmt: skip
                 if TAIL:
-                    leave_dq(dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D)
+                    leave_dq(
+                        dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D, LEAVES[2]
+                    )
 
     return sparse_mla_bwd

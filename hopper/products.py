@@ -40,6 +40,7 @@ from .plan import (
     Plan,
     RepeatPlan,
 )
+from .ptx import WGMMA_TYPE
 from .tile import PASSES, VECTOR, head_of, token_of
 
 PLACE_THREADS = 512
@@ -149,6 +150,38 @@ __device__ __forceinline__ int find_tiles(const void *places_of, long long strid
     found += __popc(all);
   }
   return found;
+}
+}  // namespace sparse_mla
+"""
+
+# One arrival and one commit for the products of both widths: T.wgmma_gemm has its own for each.
+WIDE_PRODUCT = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
+namespace sparse_mla {
+// [64 x 256] and [64 x 64] accumulators (m64 layout) += factors^T of 64 rows of kv, times 320 columns of a tile's rows.
+template <tl::DataType Type>
+__device__ __forceinline__ void multiply(void *accumulator, void *tail, const void *factors, const void *columns) {
+  float *acc = static_cast<float *>(accumulator), *rest = static_cast<float *>(tail);
+  char *rows = static_cast<char *>(const_cast<void *>(columns));
+  tl::GmmaDescriptor a, b, b_tail;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(factors));
+  tl::initialize_wgmma_descriptor<1, 512, 64>(b, rows);
+  tl::initialize_wgmma_descriptor<1, 0, 64>(b_tail, rows + 4 * 8192);
+  tl::warpgroup_fence_operand(acc, 128);
+  tl::warpgroup_fence_operand(rest, 32);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 256, 16, false, true, 1, 1>(
+        uint64_t(a + (k * 32 >> 4)), uint64_t(b + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(acc), 1);
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
+        uint64_t(a + (k * 32 >> 4)), uint64_t(b_tail + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(rest), 1);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(acc, 128);
+  tl::warpgroup_fence_operand(rest, 32);
 }
 }  // namespace sparse_mla
 """
@@ -319,9 +352,13 @@ def build_products(plan: Plan) -> PrimFunc:
             stage = step % STAGES
             T.barrier_wait(ready[stage], step // STAGES & 1)
             T.fence_proxy_async()
-            T.wgmma_gemm(A_s[stage, half * ROWS : half * ROWS + ROWS, :], X_s[stage, :, :HALF], acc)
             if tail:
-                T.wgmma_gemm(A_s[stage, half * ROWS : half * ROWS + ROWS, :], X_s[stage, :, HALF : HALF + TAIL], rest)
+                T.call_extern(
+                    "handle", f"sparse_mla::multiply<{WGMMA_TYPE[dtype]}>", acc.data, rest.data,
+                    T.access_ptr(A_s[stage, half * ROWS, 0], "r", 1), T.access_ptr(X_s[stage, 0, 0], "r", 1),
+                )  # fmt: skip
+            else:
+                T.wgmma_gemm(A_s[stage, half * ROWS : half * ROWS + ROWS, :], X_s[stage, :, :HALF], acc)
             T.wait_wgmma(0)
             T.barrier_arrive(free[stage])
 
@@ -341,8 +378,9 @@ def build_products(plan: Plan) -> PrimFunc:
         T.fill(acc, 0)
         rest = acc
         if tail:
-            rest = T.alloc_fragment([ROWS, TAIL], fp32)
-            T.fill(rest, 0)
+            rest = T.alloc_local([ROWS * TAIL // WARPGROUP], fp32)
+            for j in T.unroll(ROWS * TAIL // WARPGROUP):
+                rest[j] = T.float32(0)
         multiply(half, tail, found, 0, acc, rest, A_s, X_s, ready, free)
         for r, d in T.Parallel(ROWS, HALF):
             acc[r, d] *= sm_scale
@@ -369,7 +407,7 @@ def build_products(plan: Plan) -> PrimFunc:
             by,
             bz,
         ):
-            T.import_source(TILES)
+            T.import_source(TILES + WIDE_PRODUCT)
             A_s = T.alloc_shared([STAGES, PRODUCT_ROWS, ROWS], dtype)
             X_s = T.alloc_shared([STAGES, ROWS, HALF + TAIL], dtype)
             tiles = T.alloc_shared([MOST_TILES], i32, scope="shared")

@@ -124,31 +124,32 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
     }
   }
 }
-// Entries, if they are rows below `limit`, that stand at a thread's four places, 16 apart from `slot`, in two of the 16
-// blocks after the first, each lane of the 8 that share the places in others; as in `load_slots`.
+// If some of a warp's 16 slots, `rows`, are invalid, of each of a thread's four places, 16 apart from `slot`, which 8
+// lanes share, a row of the 16 blocks after the first, or -1. The rest as in `load_slots` and `place_rows`.
 template <typename Index>
-__device__ __forceinline__ void look_ahead(void *found, const void *list, long long stride, int slot, int length) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int at = slot + 16 * (i / 2) + 64 * (1 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 8);
-    const char *from = static_cast<const char *>(list) + at * stride;
-    static_cast<Index *>(found)[i] = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
-  }
-}
-// Of each place a row that one of the lanes found, or -1.
-template <typename Index> __device__ __forceinline__ void share_ahead(void *rows, const void *found, long long limit) {
+__device__ __forceinline__ void look_ahead(void *found, const void *rows, const void *list, long long stride, int slot,
+                                           int length, long long limit) {
+  const int *row = static_cast<const int *>(rows);
+  if (__all_sync(0xffffffffu, (row[0] | row[1] | row[2] | row[3]) >= 0)) return;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    int row = -1;
+    int ahead = -1;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const Index entry = static_cast<const Index *>(found)[2 * r + n];
-      row = entry >= 0 && entry < limit ? static_cast<int>(entry) : row;
+      const int at = slot + 16 * r + 64 * (1 + 8 * n + static_cast<int>(threadIdx.x) % 8);
+      const char *from = static_cast<const char *>(list) + at * stride;
+      const Index entry = at < length ? __ldg(reinterpret_cast<const Index *>(from)) : -1;
+      ahead = entry >= 0 && entry < limit ? static_cast<int>(entry) : ahead;
     }
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) row = max(row, __shfl_xor_sync(0xffffffffu, row, lanes));
-    static_cast<int *>(rows)[r] = row;
+    static_cast<int *>(found)[r] = ahead;
   }
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) {
+      int &mine = static_cast<int *>(found)[r];
+      mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, lanes));
+    }
 }
 // Rows that the terms of a thread's four slots go to, of a warp's 16, each held by 8 lanes; `rows`: what the slots are,
 // negative if they are invalid. Terms of invalid slots are zero and go where their place went in the block before (at
@@ -182,6 +183,15 @@ __device__ __forceinline__ void spread(void *to, const void *rows) {
     goal[r] = enough ? filled[r] : goal[r];
   }
 }
+// What a thread's four slots, 16 apart, are and where their terms go, by the first of the 8 threads that hold them.
+__device__ __forceinline__ void say_slots(const void *rows, const void *to, const void *slot_row, const void *slot_to) {
+  if (threadIdx.x % 8) return;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    static_cast<int *>(const_cast<void *>(slot_row))[16 * r] = static_cast<const int *>(rows)[r];
+    static_cast<int *>(const_cast<void *>(slot_to))[16 * r] = static_cast<const int *>(to)[r];
+  }
+}
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
   const int *row = static_cast<const int *>(rows) + threadIdx.x % 32;
@@ -190,14 +200,16 @@ __device__ __forceinline__ int all_valid(const void *rows) {
 }  // namespace sparse_mla
 """
 
-STACKED_SCORES = r"""
+PRODUCTS = r"""
 #include <tl_templates/cuda/instruction/wgmma.h>
 #include <tl_templates/cuda/intrin.h>
 namespace sparse_mla {
 // S^T and dP^T [64 x 64] of 128 columns in one product of 64 slots of kv and 128 rows, those of q with those of dout
-// below them: kv is read once, which two products would each do. `Part` 0 begins, 2 adds to S^T the 64 columns of the
-// tail, which dout has not. In shared memory 64 columns are a piece of 64 and of 128 rows of 128 bytes.
-template <tl::DataType Type, int Part>
+// below them: kv is read once, which two products would each do. The parts of a sum are one group of products, in which
+// nothing else may touch the accumulators; the last may add to S^T the 64 columns of the tail, which dout has not. In
+// shared memory 64 columns are a piece of 64 and of 128 rows of 128 bytes.
+enum class Part { first, more, last, last_with_tail };
+template <tl::DataType Type, Part Of>
 __device__ __forceinline__ void scores(const void *s, const void *dp, const void *kv, const void *q_dout) {
   float *const halves[2] = {static_cast<float *>(const_cast<void *>(s)), static_cast<float *>(const_cast<void *>(dp))};
   float c[64];
@@ -207,22 +219,65 @@ __device__ __forceinline__ void scores(const void *s, const void *dp, const void
   tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(kv));
   tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(q_dout));
   tl::warpgroup_fence_operand(c, 64);
-  tl::warpgroup_arrive();
+  if constexpr (Of == Part::first) tl::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
     tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 128, 16, false, false, 1, 1>(
         uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 16384 + k % 4 * 32) >> 4)),
-        reinterpret_cast<uint32_t *>(c), Part > 0 || k > 0);
-  if constexpr (Part == 2)
+        reinterpret_cast<uint32_t *>(c), Of != Part::first || k > 0);
+  if constexpr (Of == Part::last_with_tail)
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
           uint64_t(a + ((2 * 8192 + k * 32) >> 4)), uint64_t(b + ((2 * 16384 + k * 32) >> 4)),
           reinterpret_cast<uint32_t *>(c), 1);
-  tl::warpgroup_commit_batch();
+  if constexpr (Of == Part::last || Of == Part::last_with_tail) tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(c, 64);
 #pragma unroll
   for (int i = 0; i < 64; ++i) halves[i / 32][i % 32] = c[i];
+}
+// [64 x 128] accumulator (m64 layout) += dS^T of 64 slots times 128 columns of their rows of kv, in a group of its own.
+// Since the warpgroup's last arrival nothing may have touched the accumulator.
+template <tl::DataType Type> __device__ __forceinline__ void add_dq(void *accumulator, const void *dS, const void *kv) {
+  float *acc = static_cast<float *>(accumulator);
+  tl::GmmaDescriptor a, b;
+  tl::initialize_wgmma_descriptor<1, 0, 64>(a, const_cast<void *>(dS));
+  tl::initialize_wgmma_descriptor<1, 512, 64>(b, const_cast<void *>(kv));
+  tl::warpgroup_fence_operand(acc, 64);
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 128, 16, true, true, 1, 1>(
+        uint64_t(a + (k * 2048 >> 4)), uint64_t(b + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(acc), 1);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(acc, 64);
+}
+// [64 x 64] accumulators, in one group: `accumulator` = dS of 64 slots times 64 columns of q, `dq` += dS^T times 64
+// columns of kv.
+template <tl::DataType Type>
+__device__ __forceinline__ void begin_chunk_and_add_dq(void *accumulator, void *dq, const void *dS, const void *q,
+                                                       const void *kv) {
+  float *acc = static_cast<float *>(accumulator), *sum = static_cast<float *>(dq);
+  tl::GmmaDescriptor by_slots, by_rows, q_columns, kv_columns;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(by_slots, const_cast<void *>(dS));
+  tl::initialize_wgmma_descriptor<1, 0, 64>(by_rows, const_cast<void *>(dS));
+  tl::initialize_wgmma_descriptor<1, 0, 64>(q_columns, const_cast<void *>(q));
+  tl::initialize_wgmma_descriptor<1, 0, 64>(kv_columns, const_cast<void *>(kv));
+  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(sum, 32);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
+        uint64_t(by_slots + (k * 32 >> 4)), uint64_t(q_columns + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(acc),
+        k > 0);
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, true, true, 1, 1>(
+        uint64_t(by_rows + (k * 2048 >> 4)), uint64_t(kv_columns + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(sum),
+        1);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(sum, 32);
 }
 }  // namespace sparse_mla
 """
@@ -467,6 +522,38 @@ __device__ __forceinline__ void store_operand(const void *operand, const void *t
 // round of a loop, on the way from one warpgroup to the other.
 __device__ __forceinline__ unsigned kept_shared(const void *address) {
   return __shfl_sync(0xffffffffu, static_cast<unsigned>(__cvta_generic_to_shared(address)), threadIdx.x % 32);
+}
+}  // namespace sparse_mla
+"""
+
+ROUNDED = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+namespace sparse_mla {
+__device__ __forceinline__ unsigned rounded(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned *>(&two);
+}
+__device__ __forceinline__ unsigned rounded(__half, float low, float high) {
+  const __half2 two = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const unsigned *>(&two);
+}
+// A warpgroup's [64 x 64 `Panels`] accumulator (m64 layout) times `scale`, rounded, to as many panels of [64 x 128
+// bytes]. `to`: as for `store_operand`, in the first.
+template <typename Element, int Panels>
+__device__ __forceinline__ void store_scaled(const void *accumulator, float scale, const void *to) {
+  const float *acc = static_cast<const float *>(accumulator);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int n = 0; n < Panels; ++n) {
+    unsigned operand[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float *two = acc + 32 * n + 2 * i;
+      operand[i] = rounded(Element(), product(two[0], scale), product(two[1], scale));
+    }
+    store_operand(operand, shared + 8192 * n);
+  }
 }
 }  // namespace sparse_mla
 """

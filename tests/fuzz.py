@@ -305,12 +305,21 @@ def _beyond_fp32(check: TensorCheck, contract: Contract, i: Inputs, results: Res
         errors = (results.dkv.double() - exact.dkv.double()).norm(dim=-1)
         terms = slots * i.q.numel() // i.q.shape[-1]
         return bool((errors <= flushed * terms * (scale * q * slope + float(dout.max()))).all())
-    errors = (results.dq.double() - exact.dq.double()).norm(dim=-1)
     weight = torch.ones_like(dout)
     if i.attn_sink is not None:
         # Of an empty row with a sink of -inf NaN, where dq must be 0.
         weight = torch.sigmoid(results.lse.double() - i.attn_sink.double()).nan_to_num()
-    return bool((errors <= scale * kv * (FP32_NOISE * weight * dout * value + flushed * slots * slope)).all())
+    noise = scale * kv * (FP32_NOISE * weight * dout * value + flushed * slots * slope)
+    return bool((_before_rounding(results.dq, exact.dq) <= noise).all())
+
+
+def _before_rounding(got: Tensor, wanted: Tensor) -> Tensor:
+    """The least errors of rows `[..., n]` that lead to `got` when they are rounded to its dtype."""
+    limits = torch.finfo(got.dtype)
+    exponents = torch.frexp(got.double()).exponent - 1
+    units = torch.ldexp(torch.full_like(got, limits.eps, dtype=torch.float64), exponents)
+    units = units.clamp(min=limits.tiny * limits.eps)
+    return ((got.double() - wanted.double()).abs() - units / 2).clamp(min=0).norm(dim=-1)
 
 
 def _d_sink_within_noise(i: Inputs, results: Results, exact: Backward) -> bool:
@@ -378,13 +387,14 @@ def cancelled_gradients(
     followed = torch.zeros_like(beyond)
     if name == "dq":
         loose = errors > TOTAL_FACTOR * granted[0] + floor
-        models = torch.stack([modelled_dq(i, valid, results.out, lse, loose, real) for lse in lses])
+        models = [modelled_dq(i, valid, results.out, lse, loose, real) for lse in lses]
         weight = torch.ones_like(errors)
         if i.attn_sink is not None:
             weight = torch.sigmoid(results.lse.double() - i.attn_sink.double()).nan_to_num()
         value = float(i.kv[..., : i.d_v].float().norm(dim=-1).max())
         rest = (ULPS if real else FP32_NOISE) * i.sm_scale * largest * value * weight * i.dout.double().norm(dim=-1)
-        nearest = (got.double() - models).norm(dim=-1).amin(dim=0)
+        away = [(got.double() - model).norm(dim=-1) if real else _before_rounding(got, model) for model in models]
+        nearest = torch.stack(away).amin(dim=0)
         followed = loose & (nearest <= ROW_FACTOR * granted[0] + floor + rest)
     if bool((beyond & ~flipped & ~followed).any()):
         return False

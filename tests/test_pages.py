@@ -138,6 +138,10 @@ def test_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "old" not in text and text.startswith("a\n<!-- figures: v4 -->\n| T |") and "<!-- end -->\nb\n" in text
     with pytest.raises(SystemExit):
         pages.main(["--peer", "x=y"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        pages.main(["--measure"])
+    assert "--measure needs a GPU" in capsys.readouterr().err
 
 
 PUBLISHED_PEAK_MB = 2114.0  # of 4096 tokens and 64 heads, on a GB200

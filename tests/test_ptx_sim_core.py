@@ -95,6 +95,13 @@ def test_float_rounding() -> None:
     assert [hex(v & 0xFFFF) for v in out[:6]] == ["0x3f80", "0x3f82", "0x7fff", "0x7f80", "0xbf80", "0x3f80"]
 
 
+def test_registers_that_nobody_wrote_read_as_nan() -> None:
+    """So an accumulator that is not cleared shows."""
+    code = "mov.b32 %r100, %r40;\nmov.b32 %r101, %r41;\n"
+    for bits in unary(code, [A], out=2):
+        assert np.isnan(bits.view(np.float32)).all()
+
+
 def test_packed_arithmetic_and_64_bits() -> None:
     x = RNG.standard_normal(64).astype(np.float32)
     y = RNG.standard_normal(64).astype(np.float32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,24 @@ def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = LIST.read_text(encoding="utf-8")
     forms = {form for r in recorder.reports for form in coverage.executed_forms(r)}
     assert "prefetch.global.L2" in forms and not [form for form in forms if f"| `{form}` |" not in listed]
+
+
+def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path) -> None:
+    """A runtime whose symbols are already in the process, as those of a torch with CUDA, stays unused."""
+    runtime = tmp_path / "libcudart.so.13"
+    source = tmp_path / "runtime.c"
+    source.write_text("int cudaSetDevice(int device) { return 100; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(runtime), str(source)], check=True)
+    script = f"""
+import ctypes, os
+ctypes.CDLL("{runtime}", mode=ctypes.RTLD_GLOBAL)
+from tests.ptx_sim import capture_tilelang
+assert capture_tilelang.available() is None and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+capture_tilelang.prepare()
+assert ctypes.CDLL(None).cudaSetDevice(0) == 0
+hook = capture_tilelang._HOOK(lambda name, arguments: 7)
+capture_tilelang._shims[0].ptx_sim_set_driver_hook(hook)
+assert ctypes.CDLL(None).cuModuleLoadData(0, 0) == 7
+"""
+    command = [sys.executable, "-m", "tests.ptx_sim.without_gpu", sys.executable, "-c", script]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1])

@@ -25,6 +25,8 @@ from .capture_cute import _CLUSTER_DIMENSION, _NONPORTABLE, CudaView, _Attribute
 from .launch import Launch, dump_if_asked, parsed, tensor_entry
 from .parser import Module
 
+# Names the stand-in where it has been loaded before everything else (`without_gpu.py`).
+LOADED = "PTX_SIM_STAND_IN"
 SHIM_SOURCE = Path(__file__).with_name("cuda_driver_shim.c")
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
 _shims: list[ctypes.CDLL] = []
@@ -78,22 +80,18 @@ def prepare() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if "TILELANG_CACHE_DIR" not in os.environ:
         os.environ |= {"TILELANG_CACHE_DIR": str(folder / "cache"), "TILELANG_DISABLE_CACHE": "1"}
+    if LOADED in os.environ:
+        _shims.append(ctypes.CDLL(os.environ[LOADED]))
+        return
     for name in ("libcuda.so.1", "libcudart.so"):
-        library = folder / name
-        subprocess.run(
-            [
-                shutil.which("gcc"),
-                "-O1",
-                "-shared",
-                "-fPIC",
-                f"-Wl,-soname,{name}",
-                "-o",
-                str(library),
-                str(SHIM_SOURCE),
-            ],
-            check=True,
-        )
-        _shims.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        build(folder / name)
+        _shims.append(ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL))
+
+
+def build(library: Path) -> None:
+    """Compile the stand-in under a name by which it is looked for."""
+    options = ["-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", str(library), str(SHIM_SOURCE)]
+    subprocess.run([shutil.which("gcc"), *options], check=True)
 
 
 def ptx_of(kernel: object) -> str:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from . import assembly
 from .machine import ALL_BYTES, FULL, LANES, NONE_BYTES, Warp
-from .memory import LOCAL_WINDOW, POISON, SHARED_RESERVED, GlobalMemory
+from .memory import LOCAL_WINDOW, POISON, POISON_HALF, SHARED_RESERVED, GlobalMemory
 from .parser import SIZES, Addr, Imm, Instr, Kernel, Module, Not, Pair, PtxError, Reg, Sink, Special, Sym, Vec
 
 Emitter = Callable[["Emit", Instr], None]
@@ -309,6 +309,15 @@ class Emit:
         if isinstance(base, Imm):
             return self.const(Imm(base.value + operand.offset), dtype or "u64")
         raise PtxError(f"cannot form an address from {operand}")
+
+
+def _poison(files: Iterable[np.ndarray]) -> None:
+    """PTX gives registers no initial values: NaN wherever one is read that nobody wrote. Predicates are false."""
+    for rows in files:
+        if rows.dtype == bool:
+            rows[:] = False
+        else:
+            rows.view(np.uint16)[:] = POISON_HALF
 
 
 class Program:
@@ -602,8 +611,8 @@ class Program:
     def bind(self, warp: Warp) -> None:
         """Give a warp its registers and its own instances of the block functions."""
         if self._pool:
-            # A finished warp's registers serve again: PTX gives no initial values.
             warp.namespace, warp.full, warp.masked = self._pool.pop()
+            _poison(warp.namespace["FILES"])
             self._bind_specials(warp.namespace, warp)
             self._give_local(warp)
             return
@@ -617,6 +626,7 @@ class Program:
             "d": np.zeros((self.counts["d"], 32), np.uint64),
             "q": np.zeros((self.counts["q"], 2, 32), np.uint64),
         }
+        _poison(files.values())
         signed = {"h": files["h"].view(np.int16), "r": files["r"].view(np.int32), "d": files["d"].view(np.int64)}
         floats = {"h": files["h"].view(np.float16), "r": files["r"].view(np.float32), "d": files["d"].view(np.float64)}
         halves = files["d"].view(np.uint32)
