@@ -82,40 +82,56 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-def test_a_slot_that_comes_late_with_all_the_weight() -> None:
-    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
+def judge_a_late_slot(scores: torch.Tensor, powers: torch.Tensor, late: int, values: torch.Tensor) -> None:
+    """A token with a head for each of `powers`, the score of slot `late` in powers of 2; `scores`: those of the others.
+
+    `values`: the slots' rows of kv but for the first two numbers, which make the scores.
+    """
     from cute_sparse_mla import fwd
     from cute_sparse_mla.precision import Inputs, Judge
 
-    H, D, K = 64, 512, 192
+    H, D, K = len(powers), 512, len(scores)
     kv = torch.zeros(1, K, 1, D)
-    # The first number of a row is its score: of the slots before it, one lies 6 to 8 powers of 2 below. Its other
-    # numbers are 1, so that out is its weight.
-    kv[..., 0] = -8
-    kv[0, 3, 0, 0], kv[0, 100, 0, 0], kv[0, 100, 0, 1:] = 1, 2, 1
+    kv[0, :, 0, 0], kv[0, :, 0, 2:] = scores, values
+    kv[0, late, 0, 0], kv[0, late, 0, 1] = 0, 1
     q = torch.zeros(1, 1, H, D)
-    q[..., 0] = torch.linspace(6, 8, H) * math.log(2)
+    q[..., 0], q[..., 1] = 1, powers
     indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
-    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, torch.ones(1, 1, H, 512).bfloat16(), 512, 1.0)
+    dout = torch.ones(1, 1, H, 512).bfloat16()
+    inputs = Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2))
     with project_hopper.simulated() as recorder:
-        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=1.0, backend="sm90")
+        out, lse = fwd(inputs.q, inputs.kv, indices, sm_scale=inputs.sm_scale, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    [launch] = recorder.launches
+    assert not race_commands.check(launch)[0]
     assert not [f for r in recorder.reports for f in r.findings]
 
 
-def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
-    from cute_sparse_mla import env, fwd
-    from cute_sparse_mla.config import SparseAttentionConfig
+def test_a_slot_that_comes_late_with_all_the_weight() -> None:
+    """P of such a slot is exactly 1; under a maximum that lags behind, rounding it costs out up to 0.3 %."""
+    scores, values = torch.full((192,), -60.0), torch.zeros(192, 510)
+    scores[3], values[100] = 0, 1
+    judge_a_late_slot(scores, torch.linspace(6, 8, 64), 100, values)
 
-    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
-    gen = torch.Generator().manual_seed(1)
+
+@pytest.mark.parametrize("late", (130, 270, 400))
+def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(late: int) -> None:
+    """The maximum lags by what leaves a slot a quarter of its warpgroup's sum, 4 powers after two blocks, or by 8."""
+    blocks = torch.tensor((0.0, 0, 3, 3, 6, 6))[: late // 64]
+    sums = 64 * blocks[late // 64 % 2 :: 2].exp2().sum()
+    most = min((sums / 4).log2().item(), 8)
+    K = late + 10
+    scores = torch.cat((blocks.repeat_interleave(64), torch.full((K - 64 * len(blocks),), -20.0)))
+    values = torch.randn((K, 510), generator=torch.Generator().manual_seed(late))
+    judge_a_late_slot(scores, torch.linspace(most - 1, most + 1, 64), late, values)
+
+
+def test_a_cta_goes_over_tiles() -> None:
+    """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
     S, H, D, K = 3, 24, 512, 130
-    q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
-    indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
-    with project_hopper.simulated() as recorder:
-        out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
+    example = project_hopper.forward_over_tiles(D, H, K, S, multiprocessors=2)
+    recorder, (q, kv, indices), (out, lse) = example.recorder, example.inputs.values(), example.outputs.values()
     lengths, no_sink = torch.full((S,), K), torch.full((H,), -math.inf)
     truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths, no_sink, torch.zeros(S, H, 512), D**-0.5)
     torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
