@@ -60,7 +60,9 @@ def text(table: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.fastest", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="files of benchmark rows")
+    parser.add_argument(
+        "results", nargs="*", type=arguments.input_file, default=[RESULTS], help="files of benchmark rows"
+    )
     parser.add_argument(
         "--out", type=arguments.output_file, default=fastest.TABLE, help="the table (default: the package's)"
     )

@@ -296,18 +296,13 @@ def warmup(
     """
     heads = validation.count("heads_per_group", heads_per_group, MAX_HEADS_PER_GROUP, str(MAX_HEADS_PER_GROUP))
     D = validation.count("D", D, 1 << 16, str(1 << 16))
-    if dtype not in validation.KERNEL_DTYPES:
-        raise ArgumentTypeError("dtype", "must be bfloat16 or float16", dtype)
-    if index_dtype not in validation.INDEX_DTYPES:
-        raise ArgumentTypeError("index_dtype", "must be int32 or int64", index_dtype)
+    validation.dtype_of("dtype", dtype, validation.KERNEL_DTYPES)
+    validation.dtype_of("index_dtype", index_dtype, validation.INDEX_DTYPES)
     width = validation.value_width(d_v, D)
     wished = config_table.decode(validation.encoded_config(config))
     name = _checked_name(backend)
     validation.flag("backward", backward)
-    try:
-        where = _default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
+    where = _default_device() if device is None else validation.place(device)
     env.require_device(where)
     flavours = tuple(causal) if isinstance(causal, (list, tuple)) else (causal,)
     if not flavours:

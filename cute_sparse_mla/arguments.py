@@ -36,6 +36,17 @@ def count_to(most: int) -> Callable[[str], int]:
     return bounded
 
 
+def input_file(text: str) -> Path:
+    """A file that can be read."""
+    path = Path(text)
+    try:
+        with path.open("rb"):
+            pass
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {text!r} ({error})") from error
+    return path
+
+
 def output_file(text: str) -> Path:
     """A file that can be written, said before the work whose results it takes; its folder is made."""
     path = Path(text)

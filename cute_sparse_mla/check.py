@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import api, arguments, env, text_rows
+from . import api, arguments, env, text_rows, validation
 from .errors import ArgumentValueError
 from .indices import union_ratios
 from .models import MODELS, ModelShape
 from .precision import Inputs, Judge, Results, TensorCheck, run
+from .problem import MAX_HEADS_PER_GROUP
 from .text_rows import UNION_K, UNION_RANGES, Indexer, TextRows
 
 # The reference on a CPU runs a part of the text's queries over all of its rows; a GPU runs a training-size call.
@@ -84,6 +85,7 @@ def main(args: argparse.Namespace) -> int:
     device = args.device or arguments.default_device()
     model = MODELS[args.model]
     if args.heads:
+        validation.count("heads", args.heads, MAX_HEADS_PER_GROUP, str(MAX_HEADS_PER_GROUP))
         model = replace(model, heads=args.heads)
     progress = Progress(6)
     progress.step("load the indexer tensors of the text")

@@ -78,16 +78,21 @@ def plan(
         ("q_positions", "topk_length"), indices=indices, q_positions=q_positions, topk_length=topk_length
     )
     validation.flag("causal", causal)
+    shape = validation.sizes("kv_shape", kv_shape)
+    if tokens_per_tile is not None:
+        tokens_per_tile = validation.integer("tokens_per_tile", tokens_per_tile)
+        if tokens_per_tile < 1:
+            raise ArgumentValueError("tokens_per_tile", "must be at least 1", tokens_per_tile)
     config = SparseAttentionConfig(tokens_per_tile=tokens_per_tile)
     name = validation.backend_name(backend)
     call = validation.lists(
-        indices, tuple(kv_shape), heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
+        indices, shape, heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
     )
     problem, device = call.problem, indices.device
     tokens, decide = dispatch.grouping(problem, device.type, env.capability(device), name, config)
     lists = None
     if tokens > 1 and not problem.is_empty:
-        lists = _made(indices, q_positions, topk_length, tuple(kv_shape), heads_per_group, causal, tokens, decide, name)
+        lists = _made(indices, q_positions, topk_length, shape, heads_per_group, causal, tokens, decide, name)
     return TokenPlan(
         tokens, (problem.B, problem.S, problem.G, problem.K), problem.S_kv, problem.heads_per_group, causal,
         topk_length is not None, q_positions is not None, device, lists,

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import validation
 from .errors import ArgumentTypeError, ArgumentValueError
 
 INVALID = -1
+MOST = 2**31 - 1
 # Scores of one chunk of queries against all rows stay near this size.
 CHUNK_BYTES = 256 << 20
 _MINUS_INFINITY = -0x7F800001  # ordered bits of -inf, see _best_rows
@@ -24,27 +26,28 @@ _MINUS_INFINITY = -0x7F800001  # ordered bits of -inf, see _best_rows
 # -- documents and ranges ------------------------------------------------------------------------------------------
 
 
-def _check_rows(name: str, rows: Tensor, shape: tuple[int, ...] | None = None, letters: str = "") -> None:
-    """Row numbers or counts of rows: an int32 or int64 tensor, of this shape if one is given."""
-    if not isinstance(rows, Tensor):
-        raise ArgumentTypeError(name, "must be an int32 or int64 tensor", type(rows).__name__)
-    if rows.dtype not in (torch.int32, torch.int64):
-        raise ArgumentTypeError(name, "must be an int32 or int64 tensor", rows.dtype)
+def _check_rows(
+    name: str, rows: Tensor, shape: tuple[int, ...] | None = None, letters: str = "", like: Tensor | None = None
+) -> None:
+    """Row numbers or counts of rows: an int32 or int64 tensor, of this shape and on the device of `like` if given."""
+    validation.tensors((), **{name: rows})
+    validation.dtype_of(name, rows.dtype, validation.INDEX_DTYPES)
     if shape is not None and tuple(rows.shape) != shape:
         raise ArgumentValueError(name, f"shape must be [{letters}] = {list(shape)}", list(rows.shape))
+    if like is not None and rows.device != like.device:
+        raise ArgumentValueError(name, f"must be on {like.device}, as the others", rows.device)
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
-    _check_rows(name, cu_seqlens)
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, like: Tensor | None = None) -> None:
+    _check_rows(name, cu_seqlens, like=like)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ArgumentValueError(name, "must be [documents + 1] with at least one document", list(cu_seqlens.shape))
 
 
 def _check_count(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(name, "must be an int", type(value).__name__)
-    if value < low:
-        raise ArgumentValueError(name, f"must be at least {low}", value)
+    validation.integer(name, value)
+    if not low <= value <= MOST:
+        raise ArgumentValueError(name, f"must be at least {low}, and at most 2**31 - 1, as rows", value)
 
 
 def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -53,7 +56,7 @@ def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     Rows at or past `cu_seqlens[-1]` (padding behind the documents) count as one more document that starts there.
     """
     _check_rows("positions", positions)
-    _check_cu_seqlens("cu_seqlens", cu_seqlens)
+    _check_cu_seqlens("cu_seqlens", cu_seqlens, positions)
     return cu_seqlens[_document_of(positions, cu_seqlens)].to(positions.dtype)
 
 
@@ -81,10 +84,11 @@ def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tens
     if cu_seqlens is not None:
         _check_cu_seqlens("cu_seqlens", cu_seqlens)
     if q_positions is None:
-        like = cu_seqlens if cu_seqlens is not None else torch.empty(0, device=device)
-        q_positions = torch.arange(T, device=like.device, dtype=torch.int32)
+        asked = None if device is None else validation.place(device)
+        where = asked if cu_seqlens is None else cu_seqlens.device
+        q_positions = torch.arange(T, device=where, dtype=torch.int32)
     else:
-        _check_rows("q_positions", q_positions, (T,), "T")
+        _check_rows("q_positions", q_positions, (T,), "T", cu_seqlens)
     starts = torch.zeros_like(q_positions) if cu_seqlens is None else document_starts(q_positions, cu_seqlens)
     return starts.int(), (q_positions + 1).int()
 
@@ -92,7 +96,7 @@ def causal_ranges(T: int, cu_seqlens: Tensor | None = None, *, q_positions: Tens
 def range_rows(start: Tensor, stop: Tensor, K: int) -> Tensor:
     """All rows of each range, `[..., K]` int32: `start, start + 1, ..., stop - 1`, then -1; cut off at K."""
     _check_rows("start", start)
-    _check_rows("stop", stop, tuple(start.shape), "start's")
+    _check_rows("stop", stop, tuple(start.shape), "start's", start)
     _check_count("K", K, 0)
     rows = start[..., None].long() + torch.arange(K, device=start.device)
     return _narrowed(rows, (rows >= 0) & (rows < stop[..., None]), torch.int32)
@@ -115,11 +119,11 @@ def local_to_global(indices: Tensor, start: Tensor, length: Tensor | None = None
     Returns: global rows as `indices`, -1 where invalid.
     """
     _check_rows("indices", indices)
-    _check_rows("start", start, tuple(indices.shape[:1]), "T")
+    _check_rows("start", start, tuple(indices.shape[:1]), "T", indices)
     shape = (-1,) + (1,) * (indices.dim() - 1)
     valid = (indices >= 0) & (start.view(shape) >= 0)
     if length is not None:
-        _check_rows("length", length, tuple(indices.shape[:1]), "T")
+        _check_rows("length", length, tuple(indices.shape[:1]), "T", indices)
         valid &= indices < length.view(shape)
     return _narrowed(indices.long() + start.view(shape), valid, indices.dtype)
 
@@ -161,7 +165,7 @@ def window_and_selected(window_rows: Tensor, selected: Tensor, selected_offset: 
             compressed ones; 0 when both parts index the same rows. A row that stands in both parts counts twice.
     """
     _check_rows("window_rows", window_rows)
-    _check_rows("selected", selected)
+    _check_rows("selected", selected, like=window_rows)
     if selected.shape[:-1] != window_rows.shape[:-1]:
         rule = f"leading dimensions must be window_rows' {list(window_rows.shape[:-1])}"
         raise ArgumentValueError("selected", rule, list(selected.shape))
@@ -206,9 +210,9 @@ def select_topk(
     if q_positions is None:
         q_positions = torch.arange(T, device=iq.device) + (S_kv - T)
     else:
-        _check_rows("q_positions", q_positions, (T,), "T")
-    if cu_seqlens is not None and getattr(cu_seqlens, "device", iq.device) != iq.device:
-        raise ArgumentValueError("cu_seqlens", f"must be on iq's device {iq.device}", cu_seqlens.device)
+        _check_rows("q_positions", q_positions, (T,), "T", iq)
+    if cu_seqlens is not None:
+        _check_cu_seqlens("cu_seqlens", cu_seqlens, iq)
     start, stop = causal_ranges(T, cu_seqlens, q_positions=q_positions)
     compute = torch.float64 if iq.dtype == torch.float64 else torch.float32
     keys = ik.to(compute)
@@ -247,8 +251,7 @@ def _check_indexer(iq: Tensor, ik: Tensor, weights: Tensor, k: int) -> None:
         ("ik", ik, 2, "[S_kv, d]"),
         ("weights", weights, 2, "[T, H_i]"),
     ):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(name, "must be a torch.Tensor", type(tensor).__name__)
+        validation.tensors((), **{name: tensor})
         if tensor.dim() != rank:
             raise ArgumentValueError(name, f"must be {letters}", f"shape {list(tensor.shape)}")
         if tensor.is_complex():
@@ -280,7 +283,11 @@ def union_ratios(indices: Tensor, S_kv: int, groups: Sequence[int] = (2, 4, 8, 1
     _check_rows("indices", indices)
     if indices.dim() != 2:
         raise ArgumentValueError("indices", "must be [T, K]", f"shape {list(indices.shape)}")
+    if indices.device.type == "meta":
+        raise ArgumentValueError("indices", "must have values, which are read", indices.device)
     _check_count("S_kv", S_kv, 0)
+    if not isinstance(groups, (tuple, list)):
+        raise ArgumentTypeError("groups", "must be a sequence of ints", type(groups).__name__)
     for n in groups:
         _check_count("groups", n, 1)
     T, K = indices.shape

@@ -41,8 +41,13 @@ from torch import Tensor
 from . import api, dispatch, env, validation
 from .autograd import first_order, readable_gradient
 from .errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from .problem import KERNEL_DTYPES
 
 SPLITS = ("contiguous", "zigzag", "round_robin")
+# What gloo and NCCL both take.
+_MOVED = (
+    *KERNEL_DTYPES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool
+)  # fmt: skip
 
 # torch renamed both in 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,14 +68,14 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     A group that there is already is used, and left as it is.
 
     Args:
-        device: any CUDA device for NCCL, where each rank takes the GPU of its local rank, or a CPU for gloo.
+        device: any CUDA device, for NCCL, where each rank takes the GPU of its local rank; any other, for gloo.
 
     Yields: the rank's device.
 
     Raises: ValueError if this machine has no GPU for the rank; UnsupportedError if some of torchrun's variables are
     missing.
     """
-    own = not dist.is_initialized()
+    device, own = validation.place(device), not dist.is_initialized()
     if device.type == "cuda":
         if own:
             local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -130,7 +135,7 @@ class TokenSplit:
             raise ArgumentTypeError("tokens", "must be an int", type(self.tokens).__name__)
         if self.tokens < 0:
             raise ArgumentValueError("tokens", "must be at least 0", self.tokens)
-        if self.kind not in SPLITS:
+        if not isinstance(self.kind, str) or self.kind not in SPLITS:
             raise ArgumentValueError("kind", f"must be one of {', '.join(SPLITS)}", repr(self.kind))
         if not (dist.is_available() and dist.is_initialized()):
             raise UnsupportedError("no process group: call torch.distributed.init_process_group first")
@@ -161,6 +166,7 @@ class TokenSplit:
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Numbers of this rank's tokens among all, `[count]` int64, rising: `q_positions` of a causal call."""
+        device = None if device is None else validation.place(device)
         ranges = _part_ranges(self.tokens, self.kind, self.ranks, self.rank)
         return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
 
@@ -172,6 +178,7 @@ class TokenSplit:
     def unsplit(self, x: Tensor, dim: int = 0) -> Tensor:
         """All ranks' parts of `x` along `dim`, in the order of the tokens, on every rank. Not differentiable."""
         self._check("x", x, dim, self.count, f"the tokens of rank {self.rank} of {self.ranks}")
+        validation.dtype_of("x", x.dtype, _MOVED)
         with torch.no_grad():
             return _Gather(x, dim, self).wait()
 
@@ -198,8 +205,8 @@ class TokenSplit:
         return owner * longest + inside + torch.where(block == owner, 0, size + (owner < longer))
 
     def _check(self, name: str, x: Tensor, dim: int, expected: int, whose: str) -> None:
-        if not isinstance(x, Tensor):
-            raise ArgumentTypeError(name, "must be a torch.Tensor", type(x).__name__)
+        validation.tensors((), **{name: x})
+        validation.integer("dim", dim)
         if not -x.dim() <= dim < x.dim():
             raise ArgumentValueError("dim", f"must be an axis of {name}, whose shape is {list(x.shape)}", dim)
         if x.shape[dim] != expected:
@@ -273,6 +280,7 @@ class GatheredKV:
         _is_split(split)
         validation.tensors(kv=kv)
         validation.refuse_forward_mode(kv)
+        validation.dtype_of("kv", kv.dtype, KERNEL_DTYPES)
         if kv.dim() not in (3, 4):
             raise ArgumentValueError("kv", "must be [B, S_kv, G, D] or [T_kv, G, D] of this rank", list(kv.shape))
         self.part, self.split, self.dim = kv, split, kv.dim() - 3
@@ -315,6 +323,7 @@ def scatter_sum(dkv: Tensor, split: TokenSplit) -> Tensor:
     """
     _is_split(split)
     validation.tensors(dkv=dkv)
+    validation.dtype_of("dkv", dkv.dtype, (*KERNEL_DTYPES, torch.float32, torch.float64))
     if dkv.dim() not in (3, 4):
         raise ArgumentValueError("dkv", "must be [B, S_kv, G, D] or [T_kv, G, D] of all ranks", list(dkv.shape))
     split._check("dkv", dkv, dkv.dim() - 3, split.tokens, "the tokens of all ranks")
@@ -388,8 +397,8 @@ def bwd(
     options = _with_positions(q, split, options)
     gathered = _gathered(kv, split)
     own = gathered.part.dtype
-    if dkv_dtype not in (None, own, torch.float32):
-        raise ArgumentTypeError("dkv_dtype", f"must be None, {own} or torch.float32", dkv_dtype)
+    if dkv_dtype is not None:
+        validation.dtype_of("dkv_dtype", dkv_dtype, (own, torch.float32))
     dq, dkv, d_sink = _bwd(q, gathered, out, dout, indices, lse, **options)
     return dq, _ReduceScatter(dkv, gathered.dim, split).wait(dkv_dtype or own), d_sink
 

@@ -17,6 +17,7 @@ TOKENS_PER_TILE = (1, 2, 4, 8, 16)
 # Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits. (256
 # threads beside 512 on an H200: 34 to 37 us for 8 tokens, K 2048 of 8192 rows, 58 to 68 for 2.)
 UNION_SIZES = {32_768: 256, 196_608: 1024}
+Sizes = tuple[tuple[int, int], ...]
 # Bits of a row where all rows of kv fit the smallest, and a token selects one of `FEW` or more: fewer atomics of a warp
 # then meet in a word. Else one for each token. (2 tokens, 16 beside 2 bits, 512 threads: K 2048 of 8192 rows 68 to 121
 # us, K 640 of 10240 rows 56 to 47.)
@@ -48,16 +49,20 @@ class UnionPlan:
         return self.size * 8 // self.width
 
 
-def union_plans(tokens: int, index_dtype: torch.dtype) -> list[UnionPlan]:
-    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv."""
-    return list(_union_plans(tokens, _name(index_dtype), tuple(UNION_SIZES.items())))
+def union_plans(tokens: int, index_dtype: torch.dtype, smaller: Sizes = ()) -> list[UnionPlan]:
+    """What the kernel that makes union lists is compiled for, by rising numbers of rows of kv.
+
+    `smaller`: sizes below those of `UNION_SIZES` that a backend has, too.
+    """
+    return list(_union_plans(tokens, _name(index_dtype), smaller, tuple(UNION_SIZES.items())))
 
 
 @functools.cache
-def _union_plans(tokens: int, name: str, sizes: tuple[tuple[int, int], ...]) -> tuple[UnionPlan, ...]:
+def _union_plans(tokens: int, name: str, smaller: Sizes, sizes: Sizes) -> tuple[UnionPlan, ...]:
     least, threads = min(sizes)
     return (
         UnionPlan(tokens, name, least, UNION_WIDTH, threads),
+        *(UnionPlan(tokens, name, size, tokens, threads) for size, threads in smaller if size < least),
         *(
             UnionPlan(tokens, name, size, tokens, threads)
             for size, threads in sizes
@@ -66,9 +71,9 @@ def _union_plans(tokens: int, name: str, sizes: tuple[tuple[int, int], ...]) -> 
     )
 
 
-def union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+def union_plan_of(problem: Problem, tokens: int, smaller: Sizes = ()) -> UnionPlan:
     """The one for a problem."""
-    plans = union_plans(tokens, problem.index_dtype)
+    plans = union_plans(tokens, problem.index_dtype, smaller)
     if problem.S_kv > FEW * problem.K:
         plans = [plan for plan in plans if plan.width == tokens]
     return next((plan for plan in plans if problem.S_kv <= plan.span), plans[-1])

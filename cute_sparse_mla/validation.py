@@ -171,6 +171,33 @@ def integer(name: str, value: Any) -> int:
     return cast(int, value) if isinstance(value, torch.SymInt) else int(value)
 
 
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """A shape: a sequence of ints of at least 0."""
+    if not isinstance(value, (tuple, list)):
+        raise ArgumentTypeError(name, "must be a shape, a sequence of ints", type(value).__name__)
+    numbers = tuple(integer(name, number) for number in value)
+    if any(number < 0 for number in numbers):
+        raise ArgumentValueError(name, "must be a shape, of ints of at least 0", list(numbers))
+    return numbers
+
+
+def place(device: Any) -> torch.device:
+    """A device, or the name of one."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentValueError("device", "must be a torch device or its name", repr(device)) from error
+
+
+def dtype_of(name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> None:
+    """One of these dtypes."""
+    if not isinstance(value, torch.dtype) or value not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ArgumentTypeError(
+            name, f"must be {names}", value if isinstance(value, torch.dtype) else type(value).__name__
+        )
+
+
 def count(name: str, value: Any, high: int, limit: str) -> int:
     """An int in `1..high`, where `limit` is how the message calls `high`."""
     number = integer(name, value)
@@ -216,9 +243,13 @@ def tensors(optional: tuple[str, ...] = (), **named: Any) -> None:
 
 
 def updatable(name: str, tensor: Tensor) -> None:
-    """Torch refuses to change a tensor of inference mode outside of it, after all has been computed."""
+    """Torch refuses to change such tensors only after all has been computed."""
     # A traced function cannot ask.
-    if not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():
+        return
+    if tensor.is_neg():
+        raise ArgumentValueError(name, "must be writable", "a view that is negated when it is read")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentValueError(name, "must be writable", "a tensor of inference mode, outside of it")
 
 

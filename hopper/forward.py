@@ -22,17 +22,19 @@ over in the tail columns of its own buffer, where there is a tail):
                               S0 of the next pair               frees right_free[1]
                               frees left_free[1]
 
-A CTA goes over the tiles `bx`, `bx + ctas`, ...; where `ctas` is the number of tiles it has one. At the end of a tile
-the copy warpgroup runs ahead: q of the next one follows the last scores, block 0 the last products but one, while out
-leaves through block 1's buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks
-q and list into the L2 before the last pair. q comes in two halves, since the scores of L need its first alone.
+The first `ctas` CTAs go over up to `rounds` tiles each, `bx`, `bx + ctas`, ...; where lists differ in length, the tiles
+that are left have a CTA each, which goes to the SM that is free first. At the end of a tile the copy warpgroup runs
+ahead: q of the next one follows the last scores, block 0 the last products but one, while out leaves through block 1's
+buffer. For the tile `ahead` further along the sequence, about the next one of this SM, it asks q and list into the L2
+before the last pair. q comes in two halves, since the scores of L need its first alone.
 
 The copy warpgroup fills the four half buffers in the order in which they come free. Validity is decided once a slot: an
 invalid slot is filled with zeros without a read, and its scores become -inf after the product; with several tokens, so
-do those of rows whose token did not select the slot. m is the running maximum itself, not one that lags behind: P of a
-slot that has all the weight is then 1, which rounding leaves alone. Tiles of several tokens start from the last, whose
-lists are the longest in a text. A product's scores start from nothing: a product that adds to values from registers
-would wait for them, and ptxas makes that wait one for all products in flight.
+do those of rows whose token did not select the slot. A row's m lags behind what a block finds while P of every slot is
+at most a quarter of the sum before it (and 256), so that most blocks leave O as it is; P of a slot that has most of the
+weight is 1, which rounding leaves alone. Tiles of several tokens start from the last, whose lists are the longest in a
+text. A product's scores start from nothing: a product that adds to values from registers would wait for them, and ptxas
+makes that wait one for all products in flight.
 """
 
 import tilelang.language as T  # noqa: I001
@@ -154,13 +156,22 @@ def build(plan: Plan) -> PrimFunc:
         return T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(P_s[block, row, column]))
 
     @T.macro
-    def hand_over(p, p_at, block, ready):
-        # P of a block to the other warpgroup; into the tail of KV only when all warps have their scores.
-        if TAIL:
-            T.sync_threads(3 + block, WARPGROUP)
+    def hand_over(p, p_at, ready):
+        # P of a block to the other warpgroup. With a tail it overwrites what the product of its scores has read: one of
+        # all four warps, complete for all when it is for one. (So one thread frees a buffer in CUTLASS's pipelines.)
         T.call_extern("handle", "sparse_mla::store_operand", p.data, p_at)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
+
+    # A row's maximum grows where a block exceeds `bound`, which is there before the block's scores are: it follows from
+    # the warpgroup's own sum, a part of the row's.
+    @T.macro
+    def find_reach(reach, sums, maxima, scale_log2):
+        T.call_extern("handle", "sparse_mla::find_reach", reach.data, sums.data, maxima.data, scale_log2)
+
+    @T.macro
+    def bound_by(bound, reach, maxima, scale_log2):
+        T.call_extern("handle", "sparse_mla::bound_by", bound.data, reach.data, maxima.data, scale_log2)
 
     @T.macro
     def add_sums(p, sums, scale):
@@ -209,10 +220,11 @@ def build(plan: Plan) -> PrimFunc:
         has_length: T.int32,
         has_positions: T.int32,
         ctas: T.int32,
+        rounds: T.int32,
         ahead: T.int32,
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
-        with T.Kernel(T.min(tiles, ctas), threads=THREADS) as bx:
+        with T.Kernel(T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
@@ -241,7 +253,7 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) - 1)
+            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds) - 1)
             tx = T.get_thread_binding()
             at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
@@ -249,8 +261,14 @@ def build(plan: Plan) -> PrimFunc:
             # Pairs before the present one, of all of the CTA's tiles.
             step = T.alloc_var("int32")
             step = 0
-            # Tiles of this CTA: lists of several tokens differ in length, and each has a CTA of its own.
-            mine = T.ceildiv(tiles - bx, T.min(tiles, ctas)) if TOKENS == 1 else 1
+            # First tile of this CTA, and how many it has.
+            start = T.alloc_var("int32")
+            mine = T.alloc_var("int32")
+            start = bx
+            mine = T.min(rounds, T.ceildiv(tiles - bx, ctas))
+            if bx >= ctas:
+                start = bx + ctas * (rounds - 1)
+                mine = 1
 
             # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:
@@ -265,7 +283,7 @@ def build(plan: Plan) -> PrimFunc:
                 q_rows = T.alloc_local([4], "int64")
                 q_ok = T.alloc_local([4], "int32")
                 for w in T.serial(mine):
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     length = T.cast(K, "int32")
                     if has_length != 0:
@@ -350,6 +368,8 @@ def build(plan: Plan) -> PrimFunc:
                 l_0 = T.alloc_fragment([ROWS], fp32)
                 l_i_0 = T.alloc_fragment([ROWS], fp32)
                 sink_0 = T.alloc_fragment([ROWS], fp32)
+                reach_0 = T.alloc_local([2], fp32)
+                bound_0 = T.alloc_fragment([ROWS], fp32)
                 valid_0 = T.alloc_local([4], "int32")
                 max_0_at = T.alloc_var("uint32")
                 p_0_at = T.alloc_var("uint32")
@@ -358,12 +378,13 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_l, 0)
                     T.fill(l_0, 0)
                     T.fill(m_both_0, FLOOR)
+                    T.fill(bound_0, FLOOR)
 
                     # Always so. Unconditional, its descriptors are kept for the other product of scores, and spilled.
                     if ctas > 0:
@@ -383,7 +404,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.copy(m_both_0, m_prev_0)
                         T.reduce_max(s_0, m_0, dim=1, clear=True)
                         for h in T.Parallel(ROWS):
-                            m_0[h] = T.max(m_prev_0[h], m_0[h])
+                            m_0[h] = T.if_then_else(m_0[h] > bound_0[h], m_0[h], m_prev_0[h])
                         T.call_extern("handle", "sparse_mla::say_rows", m_0.data, max_0_at)
                         T.barrier_arrive(max_0_ready)
                         for h in T.Parallel(ROWS):
@@ -391,12 +412,14 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_0[h, k] = T.exp2(s_0[h, k] * scale_log2 - m_0[h] * scale_log2)
                         T.copy(s_0, p_0)
-                        hand_over(p_0, p_0_at, 0, p_0_ready)
-                        add_sums(s_0, l_0, scale_0)
+                        hand_over(p_0, p_0_at, p_0_ready)
                         rescale(o_l, scale_0)
                         T.wgmma_gemm(p_0, KV_s[0, :, :HALF], o_l)
+                        add_sums(s_0, l_0, scale_0)
+                        find_reach(reach_0, l_0, m_0, scale_log2)
                         T.barrier_wait(max_1_ready, step & 1)
                         T.copy(max_1, m_both_0)
+                        bound_by(bound_0, reach_0, m_both_0, scale_log2)
                         for h in T.Parallel(ROWS):
                             scale_0[h] = T.exp2((m_0[h] - m_both_0[h]) * scale_log2)
                         for h in T.Parallel(ROWS):
@@ -426,7 +449,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.wait_wgmma(0)
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
@@ -449,6 +472,8 @@ def build(plan: Plan) -> PrimFunc:
                 l_1 = T.alloc_fragment([ROWS], fp32)
                 l_i_1 = T.alloc_fragment([ROWS], fp32)
                 sink_1 = T.alloc_fragment([ROWS], fp32)
+                reach_1 = T.alloc_local([2], fp32)
+                bound_1 = T.alloc_fragment([ROWS], fp32)
                 valid_1 = T.alloc_local([4], "int32")
                 max_1_at = T.alloc_var("uint32")
                 p_1_at = T.alloc_var("uint32")
@@ -457,12 +482,14 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     length = T.cast(K, "int32")
                     if has_length != 0:
-                        find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         length = length_of(Lengths, at)
                     pairs = pairs_of(length)
                     T.fill(o_r, 0)
                     T.fill(l_1, 0)
                     T.fill(m_both_1, FLOOR)
+                    for n in T.unroll(2):
+                        reach_1[n] = FLOOR
                     T.barrier_wait(q_ready, w & 1)
 
                     for i in T.serial(pairs):
@@ -481,6 +508,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(max_0_ready, step & 1)
                         T.copy(m_both_1, m_prev_1)
                         T.copy(max_0, m_both_1)
+                        bound_by(bound_1, reach_1, m_both_1, scale_log2)
                         for h in T.Parallel(ROWS):
                             scale_1[h] = T.exp2((m_prev_1[h] - m_both_1[h]) * scale_log2)
                         rescale(o_r, scale_1)
@@ -493,7 +521,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.reduce_max(s_1, m_1, dim=1, clear=True)
                         T.copy(m_both_1, m_prev_1)
                         for h in T.Parallel(ROWS):
-                            m_both_1[h] = T.max(m_both_1[h], m_1[h])
+                            m_both_1[h] = T.if_then_else(m_1[h] > bound_1[h], m_1[h], m_both_1[h])
                         T.call_extern("handle", "sparse_mla::say_rows", m_both_1.data, max_1_at)
                         T.barrier_arrive(max_1_ready)
                         for h in T.Parallel(ROWS):
@@ -501,14 +529,15 @@ def build(plan: Plan) -> PrimFunc:
                         for h, k in T.Parallel(ROWS, BLOCK_K):
                             s_1[h, k] = T.exp2(s_1[h, k] * scale_log2 - m_both_1[h] * scale_log2)
                         T.copy(s_1, p_1)
-                        hand_over(p_1, p_1_at, 1, p_1_ready)
-                        add_sums(s_1, l_1, scale_1)
+                        hand_over(p_1, p_1_at, p_1_ready)
                         T.wait_wgmma(0)
                         T.barrier_arrive(right_free[0])
                         if i + 1 == pairs:
                             T.barrier_arrive(q_free)
                         rescale(o_r, scale_1)
                         T.wgmma_gemm(p_1, KV_s[1, :, HALF:D_V], o_r)
+                        add_sums(s_1, l_1, scale_1)
+                        find_reach(reach_1, l_1, m_both_1, scale_log2)
                         if i + 1 == pairs:
                             weigh(l_1, l_i_1, m_1, m_both_1, sum_1, sum_0, sink_1, sinks, sums_ready, scale_log2, w & 1)
                         T.wait_wgmma(0)
@@ -516,7 +545,7 @@ def build(plan: Plan) -> PrimFunc:
                             T.barrier_arrive(right_free[1])
                         step += 1
 
-                    find_tile(at, tile_of(bx + w * ctas, tiles), B, G, L, tiles_per_group)
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
                     T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
                     T.copy(o_r, KV_s[1, :, HALF:D_V])

@@ -28,7 +28,6 @@ from ..union_lists import (
     room_for_lengths,
     sample_plan_of,
     sample_step,
-    union_plan_of,
     union_plans,
 )  # fmt: skip
 from . import cache
@@ -40,6 +39,7 @@ from .plan import (
     FACTORS,
     ITEM,
     L2_BYTES,
+    LIST_THREADS,
     MOST_TILES,
     ROWS,
     SMEM_LIMIT,
@@ -68,8 +68,15 @@ COSTS = GroupCosts(
 # rows, 2 tokens a tile, 16,384 over 131,072: 39.0 -> 27.8 ms at 0.99 of the slots). So lists for both may cost the
 # forward some of its time, and those for a backward alone may be longer than a forward could bear.
 NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
-# Shared memory of the CTAs of a multiprocessor that begin their lists before the device has decided about them.
+# Shared memory of the CTAs of a multiprocessor that make lists.
 EARLY_BYTES = 196_608
+# Bytes and threads of the list builder's CTAs by tokens of a tile, beside `union_lists.UNION_SIZES`: two tokens make
+# many short lists. (16,384 tokens, K 640 of 20,480 rows: 72 us, with 256 threads 92; 8 tokens 77 and 66, 4 as long.)
+SMALLER_LISTS: dict[int, union_lists.Sizes] = {2: ((8_192, 128),)}
+# Share of the tiles of different length that CTAs go over, one after the other. (Grouped forward, 16,384 tokens, K 640,
+# 32 heads: 1674 us where each tile has its own CTA, 1634 with half, 1602 with three quarters, 1593 so; 8 heads 505,
+# 495, 487, 489.)
+STAYING = 0.9
 # Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
 # waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
 # rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
@@ -178,9 +185,10 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
         build.kernel("forward", plan_of(problem, tokens, tokens > 1))
         if backward:
             # Single tokens: from the indices, and from lists where dkv is large.
-            for lists in (False, True) if tokens == 1 else (True,):
-                build.kernel("backward", plan_of(problem, tokens, lists))
-        for plan in union_plans(tokens, problem.index_dtype) if tokens > 1 or backward else ():
+            for listed in (False, True) if tokens == 1 else (True,):
+                build.kernel("backward", plan_of(problem, tokens, listed))
+        lists = union_plans(tokens, problem.index_dtype, SMALLER_LISTS.get(tokens, ()))
+        for plan in lists if tokens > 1 or backward else ():
             build.kernel("unions", plan)
         if tokens > 1 and wished is None:
             build.kernel("union_samples", sample_plan_of(problem, tokens))
@@ -252,6 +260,15 @@ def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
     return max(1, FAR_WAVES * units // a_tile)
 
 
+def _union_plan_of(problem: Problem, tokens: int) -> UnionPlan:
+    return union_lists.union_plan_of(problem, tokens, SMALLER_LISTS.get(tokens, ()))
+
+
+def _early(plan: UnionPlan) -> int:
+    """CTAs of a multiprocessor that begin their lists before the device has decided about them: those it holds."""
+    return max(1, min(EARLY_BYTES // plan.size, LIST_THREADS // plan.threads))
+
+
 def make_lists(
     problem: Problem, tokens: int, indices: Tensor, topk_length: Tensor | None, q_positions: Tensor | None,
     decide: bool = False, purpose: Purpose = "both",
@@ -262,7 +279,7 @@ def make_lists(
     they are made for.
     """
     B, S, G, _ = indices.shape
-    L, device, plan = -(-S // tokens), indices.device, union_plan_of(problem, tokens)
+    L, device, plan = -(-S // tokens), indices.device, _union_plan_of(problem, tokens)
     samples = torch.empty((min(SAMPLES, B * L * G), 2), dtype=torch.int32, device=device)
     if decide:
         small = sample_plan_of(problem, tokens)
@@ -291,7 +308,7 @@ def _lists(
     chosen = torch.empty(1, dtype=torch.int32, device=device)
     _build().kernel("unions", plan)(
         indices, lengths, positions, samples, rows, bits, counts, chosen, chosen if gate is None else gate, wanted,
-        tiles.start, sampled, most, env.multiprocessors(device) * max(1, EARLY_BYTES // plan.size), problem.S_kv,
+        tiles.start, sampled, most, env.multiprocessors(device) * _early(plan), problem.S_kv,
         *flags,
     )  # fmt: skip
     return rows, bits, counts, chosen
@@ -359,7 +376,7 @@ def _gathers(
     for first in range(0, S, listed):
         tiles = range(first, min(first + listed, S))
         made = _lists(
-            problem, union_plan_of(problem, 1), tiles, indices, *bounds, samples=nothing, gate=chosen, wanted=wanted
+            problem, _union_plan_of(problem, 1), tiles, indices, *bounds, samples=nothing, gate=chosen, wanted=wanted
         )
         yield from _launches(step, 1, made, positions, chosen, wanted, first)
         del made
@@ -374,17 +391,18 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
-def _schedule(problem: Problem, gather: Gather) -> tuple[int, int]:
-    """CTAs of a forward, and how many tiles further on in the sequence an SM's next one is, roughly.
+def _schedule(problem: Problem, gather: Gather) -> tuple[int, int, int]:
+    """CTAs of a forward that go over tiles, how many each, and how far further on in the sequence an SM's next one is.
 
-    A CTA of every SM goes over lists of one length. Where lengths differ each tile has a CTA of its own, and the next
-    goes to the SM that is free first.
+    A CTA of every SM goes over lists of one length. Where lengths differ it does so for most of them, and each of the
+    rest has a CTA of its own, which goes to the SM that is free first.
     """
     units, a_token = env.multiprocessors(gather.slots.device), problem.G * _tiles(problem)
     has_length = gather.flags[1]
     tiles = problem.B * gather.slots.shape[1] * a_token
     ahead = max(1, units // a_token)
-    return max(1, tiles) if has_length else units, ahead if gather.tokens == 1 else -ahead
+    rounds = max(1, int(STAYING * (tiles // units))) if has_length else -(-tiles // units)
+    return units, rounds, ahead if gather.tokens == 1 else -ahead
 
 
 def fwd(
@@ -570,7 +588,7 @@ def _gathers_in_order(
             yield Gather(1, rows, nobody.expand(rows.shape), bounds, positions, always, -1, flags, first)
             continue
         made = [part[:, some] for part in lists or ()] or _lists(
-            problem, union_plan_of(problem, tokens), range(some.start, some.stop), indices, topk_length, q_positions,
+            problem, _union_plan_of(problem, tokens), range(some.start, some.stop), indices, topk_length, q_positions,
             samples=samples,
         )  # fmt: skip
         yield Gather(tokens, *made[:3], positions, always, -1, (0, 1, 0), first)

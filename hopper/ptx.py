@@ -413,6 +413,24 @@ __device__ __forceinline__ void scale_rows(void *accumulator, const void *factor
 #pragma unroll
   for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
 }
+// Up to which score a slot's exponential is at most a quarter of a row's sum, of which four lanes have a part each, in
+// powers of the row's maximum: two rows.
+__device__ __forceinline__ void find_reach(void *reach, const void *sums, const void *maxima, float scale_log2) {
+  const float *l = static_cast<const float *>(sums), *m = static_cast<const float *>(maxima);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = l[i] + __shfl_xor_sync(0xffffffffu, l[i], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    static_cast<float *>(reach)[i] = m[i] + (__log2f(sum) - 2.f) / scale_log2;
+  }
+}
+// Up to which score a row's maximum stays as it is: P of a slot may then be 256, and a quarter of the sum. P above 1 is
+// rounded like any other, and one that has much of a row's weight must be an exact 1.
+__device__ __forceinline__ void bound_by(void *bound, const void *reach, const void *maxima, float scale_log2) {
+  const float *m = static_cast<const float *>(maxima), *r = static_cast<const float *>(reach);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) static_cast<float *>(bound)[i] = fmaxf(m[i], fminf(r[i], m[i] + 8.f / scale_log2));
+}
 // sums = factors sums + row sums of a [64 x 64] accumulator, over the columns that the lane holds.
 __device__ __forceinline__ void add_sums(const void *accumulator, void *sums, const void *factors) {
   const float *p = static_cast<const float *>(accumulator);

@@ -6,9 +6,10 @@ distinct rows in rising order, then one slot of one bit for every repeat of a ro
 token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
 The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, and one scan writes
-the slots. Bits that were set already are the repeats; they are put down at the end of the list's room and moved up
-last. Of a kv longer than `span` the ranges that hold no selected row are skipped: while it sets bits, a pass finds the
-lowest row beyond its range, where the next begins. No other memory is used and nothing sorted.
+the slots, which a warp puts side by side in shared memory before it stores them. Bits that were set already are the
+repeats; they are put down at the end of the list's room and moved up last. Of a kv longer than `span` the ranges that
+hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range, where the next
+begins. No other memory is used and nothing sorted.
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
 the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are
@@ -23,15 +24,14 @@ import tilelang.language as T
 from tvm.tirx import PrimFunc
 
 from ..union_lists import UnionPlan
+from .plan import LIST_THREADS
 from .ptx import LEAVE
-from .tile import leave_unless_chosen, limit_at
+from .tile import find_tile, leave_unless_chosen, limit_at
 
 # Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
 STATE = 2 + 32
-# CTAs of so many threads that a multiprocessor is to hold: 40 registers a thread. (72 registers: 65, 80 and 117 us for
-# 8, 4 and 2 tokens a tile, 16,384 tokens, K 640 of 20,480 rows; 40: 56, 69 and 108. At 4096 tokens no difference.)
-BLOCKS = {256: 6}
-
+# Rows of a warp that are put side by side before they are stored.
+STAGED = 256
 UNION = r"""
 namespace sparse_mla {
 // The lowest bit of every `Width`-bit field of a word that is not zero.
@@ -42,10 +42,8 @@ __device__ __forceinline__ unsigned taken(unsigned word) {
   return word & (Width == 16 ? 0x00010001u : Width == 8 ? 0x01010101u : Width == 4 ? 0x11111111u
                  : Width == 2 ? 0x55555555u : ~0u);
 }
-__device__ __forceinline__ int sum_of_warp(int value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
+__device__ __forceinline__ int sum_of_warp(unsigned value) {
+  return static_cast<int>(__reduce_add_sync(~0u, value));
 }
 // Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
 // state[1], both zeroed by the caller.
@@ -102,54 +100,78 @@ __device__ __forceinline__ int decide(const void *samples, int count, int per_mi
   asm volatile("griddepcontrol.wait;" ::: "memory");
   return pays(samples, count, per_mille);
 }
-template <typename Index, int Tokens, int Threads, int Span, int Width>
+template <typename Index, int Tokens, int Threads, int Span, int Width, int Staged>
 __device__ __forceinline__ int build_union(const void *list, long long token_stride, long long slot_stride,
                                            const int *lengths, const int *limits, int S_kv, int capacity,
                                            const void *samples, int sampled, int per_mille, bool late, void *masks,
-                                           int *state, void *rows_out, void *bits_out, void *length_out) {
+                                           void *staged, int *state, void *rows_out, void *bits_out, void *length_out) {
   constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Width, PerVector = 4 * PerWord;
+  constexpr int Together = Warps < Tokens ? 1 : Warps / Tokens;  // warps that read the list of one token
+  constexpr unsigned OfTokens = (2u << (Tokens - 1)) - 1;
   const Index *indices = static_cast<const Index *>(list);
   unsigned *words = static_cast<unsigned *>(masks);
   uint4 *vectors = static_cast<uint4 *>(masks);
   int *rows = static_cast<int *>(rows_out), *bits = static_cast<int *>(bits_out);
   int *next_row = state, *repeats = state + 1, *counts = state + 2;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  int longest = 0, total = 0;
+  unsigned short *own_staged = static_cast<unsigned short *>(staged) + warp * Staged;
+  int total = 0;
   bool decided = sampled == 0;
   if (late && !decided) {
     if (!decide(samples, sampled, per_mille)) return 0;
     decided = true;
   }
+  // A warp reads the next entries of a token's list before it sets the bits of those at hand.
+  Index ahead[Loads];
+  int token, entry;
+  const Index *from;
+  const auto read = [&] {
 #pragma unroll
-  for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
+    for (int u = 0; u < Loads; ++u) ahead[u] = entry + 32 * u < lengths[token] ? from[32 * u * slot_stride] : -1;
+  };
+  const auto begin = [&] {
+    entry = warp / Tokens * Loads * 32 + lane;
+    from = indices + token * token_stride + entry * slot_stride;
+    read();
+  };
   if (thread == 0) *repeats = 0;
   for (int start = 0; start < S_kv;) {
+    token = warp % Tokens;
+    begin();
     const int filled = (min(Span, S_kv - start) + PerVector - 1) / PerVector;  // vectors in use
+#pragma unroll 1
     for (int v = thread; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
     if (thread == 0) *next_row = None;
     __syncthreads();
 
     int beyond = None;
-    for (int chunk = warp; chunk / Tokens * 32 * Loads < longest; chunk += Warps) {
-      const int token = chunk % Tokens, first = chunk / Tokens * 32 * Loads + lane;
-      const int length = lengths[token], limit = limits[token];
+    while (token < Tokens) {
+      const int limit = limits[token];
+      const unsigned own_bit = 1u << token;
       Index index[Loads];
 #pragma unroll
-      for (int u = 0; u < Loads; ++u)
-        index[u] = first + 32 * u < length ? indices[token * token_stride + (first + 32 * u) * slot_stride] : -1;
+      for (int u = 0; u < Loads; ++u) index[u] = ahead[u];
+      entry += Together * Loads * 32;
+      from += Together * Loads * 32 * slot_stride;
+      if (entry - lane < lengths[token]) {
+        read();
+      } else {
+        token += Warps;
+        if (token < Tokens) begin();
+      }
 #pragma unroll
       for (int u = 0; u < Loads; ++u) {
         if (index[u] < start || index[u] >= limit) continue;
-        const int row = static_cast<int>(index[u]) - start;
+        const unsigned row = static_cast<unsigned>(index[u] - start);
         if (row >= Span) {
-          beyond = min(beyond, row + start);
+          beyond = min(beyond, static_cast<int>(index[u]));
           continue;
         }
-        const unsigned bit = 1u << (row % PerWord * Width + token);
+        const unsigned bit = own_bit << row % PerWord * Width;
         if (atomicOr(words + row / PerWord, bit) & bit) {
           const int slot = capacity - 1 - atomicAdd(repeats, 1);
-          rows[slot] = row + start;
-          if (Tokens > 1) bits[slot] = 1 << token;
+          rows[slot] = static_cast<int>(index[u]);
+          if (Tokens > 1) bits[slot] = own_bit;
         }
       }
     }
@@ -161,9 +183,14 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
     const int stretch = (filled + Warps - 1) / Warps;
     const int own = min(warp * stretch, filled), end = min(own + stretch, filled);
+    static_assert(Span / PerVector <= 32 * Threads, "a bit for every 32 vectors of a stretch");
+    unsigned occupied = 0;
     int count = 0;
-    for (int v = own + lane; v < end; v += 32) {
-      const uint4 x = vectors[v];
+#pragma unroll 1
+    for (int v = own + lane; v - lane < end; v += 32) {
+      const uint4 x = v < end ? vectors[v] : make_uint4(0, 0, 0, 0);
+      if (!__any_sync(~0u, x.x | x.y | x.z | x.w)) continue;
+      occupied |= 1u << (v - own) / 32;
       count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
                __popc(taken<Width>(x.w));
     }
@@ -173,38 +200,53 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
     const int counted = lane < Warps ? counts[lane] : 0;
     int slot = total + sum_of_warp(lane < warp ? counted : 0);
     total += sum_of_warp(counted);
-    for (int first = own * 4; first < end * 4; first += 32) {
-      const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-      unsigned fields = taken<Width>(word);
-      if constexpr (PerWord == 2) {
-        // Lanes write side by side, which pays where many rows are selected.
-        const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
-        const unsigned earlier = (1u << lane) - 1;
-        int at = slot + __popc(low & earlier) + __popc(high & earlier);
-        for (int half = 0; half < 2; ++half) {
-          if (!(fields >> 16 * half & 1)) continue;
-          rows[at] = start + 2 * (first + lane) + half;
-          if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
-          ++at;
+    for (int group = own * 4; group < end * 4; group += 128, occupied /= 2) {
+      if (occupied % 2 == 0) continue;
+      for (int first = group; first < min(group + 128, end * 4); first += 32) {
+        const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
+        unsigned fields = taken<Width>(word);
+        if constexpr (PerWord == 2) {
+          // Lanes write side by side, which pays where many rows are selected.
+          const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
+          const unsigned earlier = (1u << lane) - 1;
+          int at = slot + __popc(low & earlier) + __popc(high & earlier);
+          for (int half = 0; half < 2; ++half) {
+            if (!(fields >> 16 * half & 1)) continue;
+            rows[at] = start + 2 * (first + lane) + half;
+            if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
+            ++at;
+          }
+          slot += __popc(low) + __popc(high);
+          continue;
         }
-        slot += __popc(low) + __popc(high);
-        continue;
-      }
-      const int mine = __popc(fields);
-      if (!__any_sync(~0u, mine)) continue;
-      int upto = mine;  // inclusive sum over the lanes
+        const int mine = __popc(fields);
+        if (!__any_sync(~0u, mine)) continue;
+        int upto = mine;  // inclusive sum over the lanes
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += below;
+        for (int step = 1; step < 32; step *= 2) {
+          const int below = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += below;
+        }
+        const int found = __shfl_sync(~0u, upto, 31);
+        // Rows are put side by side in shared memory first: lanes that store them as they find them take twice as long.
+        unsigned short *to = own_staged + upto - mine;
+#pragma unroll 1
+        for (int done = 0; done < found; done += Staged, to -= Staged) {
+          for (; fields && to < own_staged + Staged; fields &= fields - 1) {
+            const int shift = __popc(~fields & (fields - 1));
+            *to++ = (lane * PerWord + shift / Width) << Tokens | (word >> shift & OfTokens);
+          }
+          __syncwarp();
+#pragma unroll 1
+          for (int i = lane; i < min(found - done, Staged); i += 32) {
+            const unsigned entry = own_staged[i];
+            rows[slot + done + i] = start + first * PerWord + (entry >> Tokens);
+            if (Tokens > 1) bits[slot + done + i] = entry & OfTokens;
+          }
+          __syncwarp();
+        }
+        slot += found;
       }
-      int at = slot + upto - mine;
-      for (; fields; fields &= fields - 1, ++at) {
-        const int shift = __popc((fields & -fields) - 1);
-        rows[at] = start + (first + lane) * PerWord + shift / Width;
-        if (Tokens > 1) bits[at] = word >> shift & ((1u << Tokens) - 1);
-      }
-      slot += __shfl_sync(~0u, upto, 31);
     }
     start = S_kv - start > Span ? *next_row : S_kv;
     __syncthreads();
@@ -287,7 +329,8 @@ def build(plan: UnionPlan) -> PrimFunc:
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     mb, ml, mg, mc = (T.dynamic(n, i64) for n in ("m_b", "m_l", "m_g", "m_c"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
-    function = f"sparse_mla::build_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}>"
+    types = f"{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}, {STAGED}"
+    function = f"sparse_mla::build_union<{types}>"
 
     @T.prim_func
     def sparse_mla_unions(
@@ -312,24 +355,20 @@ def build(plan: UnionPlan) -> PrimFunc:
     ):
         with T.Kernel(T.cast(B * L * G, i32), threads=plan.threads) as bx:
             T.import_source(LEAVE + UNION)
-            if plan.threads in BLOCKS:
-                T.annotate_min_blocks_per_sm(BLOCKS[plan.threads])
+            T.annotate_min_blocks_per_sm(LIST_THREADS // plan.threads)
             if samples == 0:
                 T.pdl_sync()
             leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
+            staged = T.alloc_shared([plan.threads // 32 * STAGED], "uint16", scope="shared")
             state = T.alloc_shared([STATE], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
             chosen = T.alloc_var(i32)
-            g = T.alloc_var(i64)
-            ti = T.alloc_var(i64)
-            b = T.alloc_var(i64)
-            g = T.truncmod(T.cast(bx, i64), G)
-            ti = T.truncdiv(T.cast(bx, i64), G)
-            b = T.truncdiv(ti, L)
-            ti = T.truncmod(ti, L)
+            at = T.alloc_local([4], i32)
+            find_tile(at, bx, B, G, L, 1)
+            g, ti, b = (T.cast(at[n], i64) for n in (1, 2, 3))
             first = T.alloc_var(i64)
             first = (tile_0 + ti) * tokens
             say_bounds(
@@ -340,7 +379,8 @@ def build(plan: UnionPlan) -> PrimFunc:
                 i32, function, T.access_ptr(Indices[b, first, g, 0], "r", 1), is_, ik,
                 T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
                 T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille, bx >= early,
-                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(state[0], "rw", STATE),
+                T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(staged[0], "rw", plan.threads // 32 * STAGED),
+                T.access_ptr(state[0], "rw", STATE),
                 T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
                 T.access_ptr(Lengths[b, ti, g], "w", 1),
             )  # fmt: skip
@@ -379,14 +419,9 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
-            g = T.alloc_var(i64)
-            ti = T.alloc_var(i64)
-            b = T.alloc_var(i64)
-            ti = T.truncdiv((2 * T.cast(bx, i64) + 1) * B * L * G, 2 * N)
-            g = T.truncmod(ti, G)
-            ti = T.truncdiv(ti, G)
-            b = T.truncdiv(ti, L)
-            ti = T.truncmod(ti, L)
+            at = T.alloc_local([4], i32)
+            find_tile(at, T.cast(T.truncdiv((2 * T.cast(bx, i64) + 1) * B * L * G, 2 * N), i32), B, G, L, 1)
+            g, ti, b = (T.cast(at[n], i64) for n in (1, 2, 3))
             if tx < 2:
                 state[tx] = 0
             say_bounds(

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ import cute_sparse_mla
 from bench.cases import Case
 from cute_sparse_mla import autograd, compat
 from cute_sparse_mla.precision import Inputs
+
+from . import doubtful
 
 PACKED = Case(S=9, S_kv=21, H=4, G=2, K=8, D=40, d_v=24, packed=True)
 BATCHED = PACKED.but(B=2, packed=False)
@@ -389,33 +390,12 @@ def all_arguments(drop_in: Callable) -> dict[str, Any]:
     return shared | own
 
 
-def doubtful(value: Any) -> list[Any]:
-    """Values of a wrong shape, dtype or kind, a few of which some argument takes."""
-    kinds = [None, "s", "0", 0.5, -1, 0, True, [], {}, 1j, object(), torch.tensor(1.0), torch.ones(2), np.float32(0.5)]
-    if not isinstance(value, Tensor):
-        return kinds
-    cuts = [value.narrow(axis, 0, n) for axis in range(value.dim()) for n in (0, value.shape[axis] - 1)]
-    dtypes = [value.to(dtype) for dtype in (torch.float64, torch.int16, torch.bool, torch.complex64)]
-    expanded = [value.narrow(axis, 0, 1).expand(value.shape) for axis in range(value.dim())]
-    other = [value.flatten()[0], value[None], value[..., None], value.to("meta"), value.to_sparse()]
-    return [*kinds, *cuts, *dtypes, *expanded, *other]
-
-
 @pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda f: f.__name__)
 def test_wrong_arguments_are_named_in_the_drop_ins_own_form(drop_in: Callable) -> None:
     """Whatever any argument is: a result, or an error of this package that names an argument of this signature."""
-    arguments = all_arguments(drop_in)
-    drop_in(**arguments)
-    refused: dict[str, int] = dict.fromkeys(arguments, 0)
-    for name, value in arguments.items():
-        for other in doubtful(value):
-            try:
-                drop_in(**arguments | {name: other})
-            except cute_sparse_mla.ArgumentError as error:
-                assert error.argument in arguments, (name, error)
-                refused[name] += error.argument == name
-        # Such as an object() each refuses by its own name.
-        assert refused[name], name
+    refused = doubtful.refusals(drop_in, all_arguments(drop_in))
+    # Such as an object() each refuses by its own name.
+    assert all(refused.values()), refused
 
 
 def test_what_the_namesakes_require_is_required() -> None:

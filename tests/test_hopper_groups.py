@@ -44,6 +44,23 @@ def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.
     judge_lists(call, tokens, rows, bits, lengths)
 
 
+@pytest.mark.parametrize("tokens", (1, 2))
+def test_lists_of_neighbouring_rows(tokens: int) -> None:
+    """More rows next to each other than a warp puts side by side before it stores them."""
+    call, observer = checked(Case(S=tokens, S_kv=3000, H=4, K=330)), Races()
+    for t in range(tokens):
+        call.indices[:, t] = 200 * t + 100 + torch.randperm(330, generator=torch.Generator().manual_seed(t))
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch, unions
+
+        rows, bits, lengths, _ = launch.make_lists(call.problem, tokens, call.indices, None, None)
+    assert int(lengths.min()) > unions.STAGED
+    clean(observer, recorder)
+    if tokens == 1:
+        bits.fill_(1)  # left alone
+    judge_lists(call, tokens, rows, bits, lengths)
+
+
 CALLS = (
     (EVERYTHING, 8),
     (EVERYTHING.but(H=48, S=3, D=512, index_dtype=torch.int32), 2),
@@ -70,6 +87,23 @@ def test_forward(case: Case, tokens: int) -> None:
     sent = poisoned(inputs)
     with project_hopper.simulated(observer=observer) as recorder:
         out, lse = cute_sparse_mla.fwd(sent.q, sent.kv, sent.indices, **options(inputs, tokens))
+    clean(observer, recorder)
+    checks = Judge(inputs).forward_checks(out, lse)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
+
+
+def test_forward_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs that go over tiles of different length, and CTAs of one tile after them."""
+    case, observer = Case(S=17, S_kv=200, H=16, D=512, K=90, length="random", duplicates=True, sink="random"), Races()
+    inputs = case.inputs(seed=5)
+    sent = poisoned(inputs)
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "STAYING", 1.0)
+        out, lse = cute_sparse_mla.fwd(sent.q, sent.kv, sent.indices, **options(inputs, 4))
+    assert recorder.launches[-1].grid == (3, 1, 1)  # of five tiles
     clean(observer, recorder)
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))

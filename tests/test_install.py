@@ -212,6 +212,8 @@ def test_help(name: str | None) -> None:
     (["warmup", "--device", "cpu", "--heads", "500"], 2, "heads_per_group: must lie in 1..128; got 500"),
     (["warmup", "--device", "nowhere"], 2, "no such device here"),
     (["explain", "--backend", "fast", "--device", "cpu"], 1, "must be one of reference, sm90, sm100, "),
+    (["check", "--device", "cpu", "--heads", "200"], 2, "heads: must lie in 1..128; got 200"),
+    (["bench", "--device", "cpu", "--out", "/dev/null/rows.jsonl"], 2, "--out: cannot be written"),
     (["explain", "--model", "gpt2"], 2, "invalid choice"),
     (["explain", "--capability", "nine"], 2, "must be a compute capability such as 9.0"),
     (["nothing"], 2, "invalid choice"),

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bench.cases import Case
 from cute_sparse_mla import ArgumentTypeError, ArgumentValueError, UnsupportedError, parallel
 from cute_sparse_mla.parallel import SPLITS, TokenSplit
 
-from . import parallel_ranks
+from . import doubtful, parallel_ranks
 from .parallel_ranks import CASES, PACKED
 
 # Sums of the same terms in another order.
@@ -320,6 +320,29 @@ def test_without_a_process_group() -> None:
 def test_wrong_splits(one_rank: None, arguments: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         TokenSplit(**arguments)
+
+
+def test_a_result_or_an_error_that_names_an_argument(one_rank: None) -> None:
+    i, split, options = small_call()
+    shared = options | dict(q=i.q, indices=i.indices, causal=True, q_positions=torch.arange(6), backend="reference")
+    out, lse = parallel.fwd(kv=i.kv, **shared)
+    backward = {name: value for name, value in shared.items() if name != "d_v"}
+    backward |= dict(kv=i.kv, out=out, dout=i.dout, lse=lse, dkv_dtype=None, deterministic=False)
+    calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+        (parallel.fwd, shared | dict(kv=i.kv)),
+        (parallel.sparse_mla, shared | dict(kv=i.kv, return_lse=False)),
+        (parallel.bwd, backward),
+        (parallel.gather_kv, dict(kv=i.kv, split=split)),
+        (parallel.scatter_sum, dict(dkv=i.kv.float(), split=split)),
+        (split.split, dict(x=i.kv, dim=0)),
+        (split.unsplit, dict(x=i.kv, dim=0)),
+        (split.positions, dict(device="cpu")),
+        (TokenSplit, dict(tokens=6, kind="zigzag", group=None)),
+        (lambda device: parallel.process_group(device).__enter__(), dict(device=torch.device("cpu"))),
+    )
+    for call, arguments in calls:
+        refused = doubtful.refusals(call, arguments)
+        assert all(refused.values()), (call, refused)
 
 
 def test_wrong_tensors(one_rank: None) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_sparse_mla.precision import Inputs
+
 from .ptx_sim import coverage, project_hopper, race_commands
 from .simulated_judge import late_weight
 
@@ -83,30 +85,46 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
-def test_a_slot_that_comes_late_with_all_the_weight() -> None:
+def judge_a_forward(inputs: Inputs) -> None:
     from cute_sparse_mla import fwd
     from cute_sparse_mla.precision import Judge
 
-    inputs = late_weight(64, 512)
     with project_hopper.simulated() as recorder:
-        out, lse = fwd(inputs.q, inputs.kv, inputs.indices, sm_scale=1.0, backend="sm90")
+        out, lse = fwd(inputs.q, inputs.kv, inputs.indices, sm_scale=inputs.sm_scale, backend="sm90")
     checks = Judge(inputs).forward_checks(out, lse)
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
+    [launch] = recorder.launches
+    assert not race_commands.check(launch)[0]
     assert not [f for r in recorder.reports for f in r.findings]
 
 
-def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
-    from cute_sparse_mla import env, fwd
-    from cute_sparse_mla.config import SparseAttentionConfig
+def test_a_slot_that_comes_late_with_all_the_weight() -> None:
+    judge_a_forward(late_weight(64, 512))
 
-    monkeypatch.setattr(env, "multiprocessors", lambda device: 2)
-    gen = torch.Generator().manual_seed(1)
+
+@pytest.mark.parametrize("late", (130, 270, 400))
+def test_a_slot_about_as_far_above_the_maximum_as_that_may_lag(late: int) -> None:
+    """The maximum lags by what leaves a slot a quarter of its warpgroup's sum, 4 powers after two blocks, or by 8."""
+    H, D, K = 64, 512, late + 10
+    blocks = torch.tensor((0.0, 0, 3, 3, 6, 6))[: late // 64]
+    sums = 64 * blocks[late // 64 % 2 :: 2].exp2().sum()
+    most = min((sums / 4).log2().item(), 8)
+    # The first number of a row of kv is its score in powers of 2, the second that of the late one in each head.
+    kv, q = torch.zeros(1, K, 1, D), torch.zeros(1, 1, H, D)
+    kv[0, :, 0, 0] = torch.cat((blocks.repeat_interleave(64), torch.full((K - 64 * len(blocks),), -20.0)))
+    kv[0, :, 0, 2:] = torch.randn((K, D - 2), generator=torch.Generator().manual_seed(late))
+    kv[0, late, 0, 0], kv[0, late, 0, 1] = 0, 1
+    q[..., 0], q[..., 1] = 1, torch.linspace(most - 1, most + 1, H)
+    indices = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K)
+    dout = torch.ones(1, 1, H, 512).bfloat16()
+    judge_a_forward(Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2)))
+
+
+def test_a_cta_goes_over_tiles() -> None:
+    """A forward on a GPU of two multiprocessors: one CTA has two tiles, of lists of one pair of blocks and a bit."""
     S, H, D, K = 3, 24, 512, 130
-    q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
-    indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
-    with project_hopper.simulated() as recorder:
-        out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
+    example = project_hopper.forward_over_tiles(D, H, K, S, multiprocessors=2)
+    recorder, (q, kv, indices), (out, lse) = example.recorder, example.inputs.values(), example.outputs.values()
     lengths, no_sink = torch.full((S,), K), torch.full((H,), -math.inf)
     truth = oracle(q[0], kv[0, :, 0], indices[0, :, 0], lengths, no_sink, torch.zeros(S, H, 512), D**-0.5)
     torch.testing.assert_close(lse[0].double(), truth[1], atol=1e-5, rtol=2e-6)
@@ -120,7 +138,7 @@ def test_a_cta_goes_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "prefetch.global.L2" in forms and not [form for form in forms if f"| `{form}` |" not in listed]
 
 
-def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path) -> None:
+def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime whose symbols are already in the process, as those of a torch with CUDA, stays unused."""
     runtime = tmp_path / "libcudart.so.13"
     source = tmp_path / "runtime.c"
@@ -129,6 +147,8 @@ def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path) ->
     script = f"""
 import ctypes, os
 ctypes.CDLL("{runtime}", mode=ctypes.RTLD_GLOBAL)
+import torch
+torch.version.cuda = "13.0"
 from tests.ptx_sim import capture_tilelang
 assert capture_tilelang.available() is None and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 capture_tilelang.prepare()
@@ -139,3 +159,6 @@ assert ctypes.CDLL(None).cuModuleLoadData(0, 0) == 7
 """
     command = [sys.executable, "-m", "tests.ptx_sim.without_gpu", sys.executable, "-c", script]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(project_hopper.capture_tilelang.LOADED, raising=False)
+    assert "without_gpu" in (project_hopper.unavailable() or "")

@@ -104,3 +104,16 @@ def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False) -> 
         dq, dkv, d_sink = launch.bwd(problem, config, q, kv, out, dout, indices, lse, **shared, **options)
     inputs = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "sink": sink, "dout": dout}
     return Example(inputs, {"out": out, "lse": lse, "dq": dq, "dkv": dkv, "d_sink": d_sink}, recorder)
+
+
+def forward_over_tiles(D: int, H: int, K: int, S: int, multiprocessors: int) -> Example:
+    """A forward of S queries on 200 rows, with invalid slots, on a GPU of so few multiprocessors: tiles share CTAs."""
+    from cute_sparse_mla import env, fwd
+    from cute_sparse_mla.config import SparseAttentionConfig
+
+    gen = torch.Generator().manual_seed(D + H)
+    q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
+    indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
+    with simulated() as recorder, mock.patch.object(env, "multiprocessors", lambda device: multiprocessors):
+        out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
+    return Example({"q": q, "kv": kv, "indices": indices}, {"out": out, "lse": lse}, recorder)

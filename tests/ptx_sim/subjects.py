@@ -46,6 +46,10 @@ def _hopper(D: int, H: int, deterministic: bool, slots: int, tokens: int) -> obj
     return project_hopper.example(D, H, slots, tokens, deterministic)
 
 
+def _hopper_forward(D: int, H: int, slots: int, tokens: int) -> object:
+    return project_hopper.forward_over_tiles(D, H, slots, tokens, multiprocessors=1)
+
+
 def _sm100(heads: int, dim: int, tokens_per_tile: int, slots: int, tokens: int) -> object:
     p = _problem(heads, dim, slots, tokens)
     return project_sm100.forward(p.q, p.kv, p.indices, p.lengths, p.sink, tokens_per_tile)
@@ -75,6 +79,7 @@ def subjects() -> dict[str, Subject]:
     if project_hopper.unavailable() is None:
         for D, H in ((576, 64), (512, 64), (512, 24)):
             found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H, False)
+            found[f"hopper-fwd-h{H}-d{D}"] = partial(_hopper_forward, D, H)
         found["hopper-h64-d576-deterministic"] = partial(_hopper, 576, 64, True)
     if project_sm100.unavailable() is None:
         for heads, dim, tokens_per_tile in project_sm100.FORWARD:
