@@ -138,7 +138,7 @@ def test_a_cta_goes_over_tiles() -> None:
     assert "prefetch.global.L2" in forms and not [form for form in forms if f"| `{form}` |" not in listed]
 
 
-def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path) -> None:
+def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime whose symbols are already in the process, as those of a torch with CUDA, stays unused."""
     runtime = tmp_path / "libcudart.so.13"
     source = tmp_path / "runtime.c"
@@ -147,6 +147,8 @@ def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path) ->
     script = f"""
 import ctypes, os
 ctypes.CDLL("{runtime}", mode=ctypes.RTLD_GLOBAL)
+import torch
+torch.version.cuda = "13.0"
 from tests.ptx_sim import capture_tilelang
 assert capture_tilelang.available() is None and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 capture_tilelang.prepare()
@@ -157,3 +159,6 @@ assert ctypes.CDLL(None).cuModuleLoadData(0, 0) == 7
 """
     command = [sys.executable, "-m", "tests.ptx_sim.without_gpu", sys.executable, "-c", script]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(project_hopper.capture_tilelang.LOADED, raising=False)
+    assert "without_gpu" in (project_hopper.unavailable() or "")

@@ -35,7 +35,7 @@ _keep: list = []
 def gpu_in_the_way() -> str | None:
     """Why nothing can be captured on this machine: its GPU's driver and the stand-in cannot serve one process."""
     if torch.cuda.device_count():
-        return "a GPU is present, and the stand-in would take its driver's place: hide it by CUDA_VISIBLE_DEVICES="
+        return "a GPU is there, and its driver ahead of the stand-in: run under python -m tests.ptx_sim.without_gpu"
     return None
 
 

@@ -57,6 +57,8 @@ def available() -> str | None:
     """None when capture can work here, else the reason why not."""
     if reason := gpu_in_the_way():
         return reason
+    if torch.version.cuda and LOADED not in os.environ:
+        return "torch's CUDA runtime is ahead of the stand-in: run under python -m tests.ptx_sim.without_gpu"
     for tool in ("gcc", "nvcc"):
         if shutil.which(tool) is None:
             return f"no {tool}"
