@@ -234,7 +234,7 @@ def sparse_mla(
         dispatch.require_backward(arguments[11])
     if plan is None:
         # Made here rather than inside the op, so that autograd keeps it for the backward.
-        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, config, arguments[11])
+        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, attn_sink, config, arguments[11])
         arguments = (*arguments[:12], *made)
     out, lse = autograd.fwd_op(*arguments)
     return (out, lse) if return_lse else out

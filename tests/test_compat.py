@@ -470,7 +470,8 @@ BY_DTYPE = (torch.float64, torch.int64)
 @pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda f: f.__name__)
 def test_wrong_arguments_are_refused_before_anything_is_computed(drop_in: Callable) -> None:
     """But by the op of the call itself, which checks first; a wrong dtype is blamed on the tensor that has it."""
-    arguments = all_arguments(drop_in)
+    # With a config that has sparse_mla make the lists of token groups ahead.
+    arguments = all_arguments(drop_in) | dict(config=cute_sparse_mla.SparseAttentionConfig(tokens_per_tile=2))
     first = ["cute_sparse_mla.fwd.default"]
     for name, value in arguments.items():
         wrong: list[Any] = [object()]
