@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,11 +53,9 @@ def output_file(text: str) -> Path:
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("ab"):
+        # The file itself is not made: other processes, such as ranks of the same command, may be about to.
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
             pass
-        if new:
-            path.unlink()
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"cannot be written: {text!r} ({error})") from error
     return path
