@@ -13,14 +13,34 @@ from torch import Tensor
 Extents = tuple[tuple[str, int], ...]
 
 
-def _extents(function: Any, args: tuple[Any, ...]) -> Extents:
+def _dynamic_build(kind: str, plan: Any) -> tuple[Any, dict[str, Any]]:
+    """A builder's function, and its shape and stride variables by the names that it gave them.
+
+    A variable is known by itself: TileLang may rename one that the builder also calls otherwise.
+    """
+    import tilelang
+    from cute_sparse_mla.hopper import build
+
+    variables: dict[str, Any] = {}
+    dynamic = tilelang.language.dynamic
+
+    def noted(name: str, dtype: str = "int32") -> Any:
+        variables[name] = dynamic(name, dtype)
+        return variables[name]
+
+    with patch.object(tilelang.language, "dynamic", noted):
+        return build.BUILDERS[kind](plan), variables
+
+
+def _extents(function: Any, variables: dict[str, Any], args: tuple[Any, ...]) -> Extents:
     """Value of every shape and stride variable of a TileLang function, from the tensors it is called with."""
     found: dict[str, int] = {}
     for parameter, value in zip(function.params, args, strict=True):
         if isinstance(value, Tensor):
             buffer = function.buffer_map[parameter]
             pairs = (*zip(buffer.shape, value.shape, strict=True), *zip(buffer.strides, value.stride(), strict=False))
-            found |= {variable.name: number for variable, number in pairs if hasattr(variable, "name")}
+            for extent, number in pairs:
+                found |= {name: number for name, variable in variables.items() if variable.same_as(extent)}
     return tuple(sorted(found.items()))
 
 
@@ -37,10 +57,8 @@ def _compiled(kind: str, plan: Any, extents: Extents) -> Callable[..., Any]:
 
 @functools.cache
 def _kernel(kind: str, plan: Any) -> Callable[..., Any]:
-    from cute_sparse_mla.hopper import build
-
-    general = build.BUILDERS[kind](plan)
-    return lambda *args: _compiled(kind, plan, _extents(general, args))(*args)
+    general, variables = _dynamic_build(kind, plan)
+    return lambda *args: _compiled(kind, plan, _extents(general, variables, args))(*args)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from cute_sparse_mla.hopper import launch
 from cute_sparse_mla.hopper.plan import SMEM_LIMIT, Plan
 
+from bench import fixed_shapes
 from cute_sparse_mla import config as config_table
 from cute_sparse_mla import env
 from cute_sparse_mla.config import SparseAttentionConfig
@@ -50,6 +51,19 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
     with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 305408 of 232448 bytes"):
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
+
+
+@pytest.mark.skipif(not env.is_installed("tilelang"), reason="needs tilelang")
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_fixed_shapes_know_every_variable(kind: str, tokens: int) -> None:
+    """TileLang renames a variable that a builder also calls otherwise, as the tiles of one token each."""
+    function, variables = fixed_shapes._dynamic_build(kind, Plan(576, "bfloat16", "int32", tokens))
+    args: list[torch.Tensor | int] = []
+    for parameter in function.params:
+        ndim = len(function.buffer_map[parameter].shape) if parameter in function.buffer_map else 0
+        args.append(torch.empty_strided([2] * ndim, [3] * ndim) if ndim else 0)
+    assert dict(fixed_shapes._extents(function, variables, tuple(args))).keys() == variables.keys()
 
 
 def test_token_groups_that_do_not_fit_are_refused(tested_version: None) -> None:
