@@ -9,14 +9,15 @@ conditions; a time is that of the slowest rank. A row has, in ms:
 * its account: `local` is the rank's part over kv that is there already, `gather` and `scatter` the collectives alone.
 
 The forward gathers kv; the backward gathers it again and scatters dkv in fp32. Before anything is timed, the parts are
-compared with the whole: out, lse and dq bit for bit, dkv to 1e-5 (relative, over all rows of the rank). All calls take
-one token a tile, whose results do not depend on the other tokens of a call.
+compared with the whole: out, lse and dq bit for bit, dkv to 1e-5 (relative, over all rows of the rank), all of them
+finite. All calls take one token a tile, whose results do not depend on the other tokens of a call.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,25 +52,38 @@ def own_part(inputs: Inputs, split: parallel.TokenSplit) -> Inputs:
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The largest of each value over the ranks."""
+    """The largest of each value over the ranks; NaN, which a maximum may lose, counts as infinite."""
+    values = [math.inf if math.isnan(value) else value for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def verify(whole: tuple[Tensor, ...], part: tuple[Tensor, ...], split: parallel.TokenSplit) -> Row:
-    """`(out, lse, dq, dkv)` of the whole call against a rank's: equal bits, and the error of dkv."""
+    """`(out, lse, dq, dkv)` of the whole call against a rank's: equal bits, the error of dkv, no NaN or infinity.
+
+    But lse may be -inf: a row without a valid slot.
+    """
     equal = all(torch.equal(own, split.split(of_whole)) for own, of_whole in zip(part[:3], whole[:3], strict=True))
+    out, lse, dq, dkv = part
+    finite = all(bool(t.isfinite().all()) for t in (out, dq, dkv)) and bool((lse < math.inf).all())
     expected = split.split(whole[3])
-    error = float((part[3] - expected).norm() / expected.norm())
-    different, error = slowest([float(not equal), error], part[3].device)
-    return {"bitwise": not different, "dkv_error": error, "ok": not different and error <= DKV_LIMIT}
+    difference, size = (t.double().norm() for t in (dkv - expected, expected))
+    # A rank may have no rows, whose error is none.
+    error = float(difference / size) if difference else 0.0
+    different, infinite, error = slowest([float(not equal), float(not finite), error], dkv.device)
+    ok = not different and not infinite and error <= DKV_LIMIT
+    # A row of results holds no infinite number.
+    return {
+        "bitwise": not different, "finite": not infinite, "dkv_error": error if math.isfinite(error) else None,
+        "ok": ok,
+    }  # fmt: skip
 
 
-def measure(inputs: Inputs, kind: str, reps: int) -> list[Row]:
+def measure(inputs: Inputs, kind: str, reps: int, backend: str | None = None) -> list[Row]:
     """A row for each pass: forward, backward."""
     device = inputs.q.device
-    shared: dict[str, Any] = {"d_v": inputs.d_v, "config": ONE_TOKEN}
+    shared: dict[str, Any] = {"d_v": inputs.d_v, "config": ONE_TOKEN, "backend": backend}
     options = shared | inputs.options
     split = parallel.TokenSplit(inputs.q.shape[0], kind)
     own = own_part(inputs, split)
@@ -137,9 +151,14 @@ def _measured(args: argparse.Namespace, device: torch.device) -> list[Row]:
     shape = model_shape(model, args.tokens, args.tokens)
     inputs = draw(shape, device, args.seed)
     run = Run(device)
-    rows = [row for kind in args.splits for row in measure(inputs, kind, args.reps)]
+    rows = [row for kind in args.splits for row in measure(inputs, kind, args.reps, args.backend)]
     facts = {"run": run.id, "model": model.name, "T": shape.T, "H": shape.H, "D": shape.D, "K": shape.K}
-    facts |= {"rows": shape.rows, "tokens_per_tile": ONE_TOKEN.tokens_per_tile, "reps": args.reps}
+    facts |= {
+        "rows": shape.rows,
+        "tokens_per_tile": ONE_TOKEN.tokens_per_tile,
+        "reps": args.reps,
+        "backend": args.backend,
+    }
     facts |= {"device": run.device_name, "versions": run.versions}
     rows = [facts | row for row in rows]
     if dist.get_rank() == 0:

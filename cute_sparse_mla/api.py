@@ -136,6 +136,24 @@ def bwd(
 
     Raises: as `fwd`.
     """
+    options = _backward_options(
+        q, kv, out, dout, indices, lse, dlse, deterministic, dkv, dkv_dtype, sm_scale, causal, q_positions,
+        topk_length, attn_sink, config, backend, plan,
+    )  # fmt: skip
+    with torch.no_grad():
+        if dkv is None:
+            dq, dkv, d_sink = autograd.bwd_op(q, kv, out, dout, indices, lse, dlse, *options)
+        else:
+            dq, d_sink = autograd.bwd_add_op(q, kv, out, dout, indices, lse, dlse, dkv, *options)
+    return dq, dkv, None if attn_sink is None else d_sink
+
+
+def _backward_options(
+    q: Tensor, kv: Tensor, out: Any, dout: Any, indices: Tensor, lse: Any, dlse: Any, deterministic: Any, dkv: Any,
+    dkv_dtype: Any, sm_scale: Any, causal: Any, q_positions: Any, topk_length: Any, attn_sink: Any, config: Any,
+    backend: Any, plan: Any,
+) -> tuple:  # fmt: skip
+    """The custom ops' arguments behind the tensors of both passes: types checked, scalars normalised."""
     arguments = _forward_arguments(
         q, kv, indices, sm_scale, 1, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
@@ -146,25 +164,54 @@ def bwd(
     if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
         raise ArgumentTypeError("dkv_dtype", "must be a torch.dtype or None", type(dkv_dtype).__name__)
     scale, traced_scale, _, causal, config_text, name, *lists = arguments[6:]
-    options = (
-        q_positions,
-        topk_length,
-        attn_sink,
-        scale,
-        traced_scale,
-        causal,
-        deterministic,
-        dkv_dtype,
-        config_text,
-        name,
+    return (
+        q_positions, topk_length, attn_sink, scale, traced_scale, causal, deterministic, dkv_dtype, config_text, name,
         *lists,
-    )
-    with torch.no_grad():
-        if dkv is None:
-            dq, dkv, d_sink = autograd.bwd_op(q, kv, out, dout, indices, lse, dlse, *options)
-        else:
-            dq, d_sink = autograd.bwd_add_op(q, kv, out, dout, indices, lse, dlse, dkv, *options)
-    return dq, dkv, None if attn_sink is None else d_sink
+    )  # fmt: skip
+
+
+def check_fwd(
+    q: Tensor, kv: Tensor, indices: Tensor, *, sm_scale: Any = None, d_v: Any = None, causal: Any = False,
+    config: Any = None, backend: Any = None,
+) -> None:  # fmt: skip
+    """Check a call of `fwd`, for callers that compute some of its arguments only when the others are right.
+
+    Arguments as in `fwd`; those that are missing here are checked by `fwd` itself.
+
+    Returns: nothing.
+
+    Raises: TypeError, ValueError, as `fwd` does for wrong arguments.
+    """
+    arguments = _forward_arguments(q, kv, indices, sm_scale, d_v, causal, None, None, None, config, backend, None)
+    # What is traced does not run before the op has checked it.
+    if not torch.compiler.is_compiling():
+        validation.forward(
+            q, kv, indices, d_v=arguments[8], causal=causal, q_positions=None, topk_length=None, attn_sink=None
+        )
+
+
+def check_bwd(
+    q: Tensor, kv: Tensor, out: Tensor, dout: Tensor, indices: Tensor, lse: Tensor, *, dlse: Any = None,
+    deterministic: Any = False, sm_scale: Any = None, causal: Any = False, topk_length: Any = None,
+    attn_sink: Any = None, config: Any = None, backend: Any = None,
+) -> None:  # fmt: skip
+    """Check a call of `bwd`, for callers that compute some of its arguments only when the others are right.
+
+    Arguments as in `bwd`; those that are missing here are checked by `bwd` itself.
+
+    Returns: nothing.
+
+    Raises: TypeError, ValueError, as `bwd` does for wrong arguments.
+    """
+    _backward_options(
+        q, kv, out, dout, indices, lse, dlse, deterministic, None, None, sm_scale, causal, None, topk_length,
+        attn_sink, config, backend, None,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        validation.backward(
+            q, kv, out, dout, indices, lse, dlse=dlse, dkv=None, dkv_dtype=None, causal=causal, q_positions=None,
+            topk_length=topk_length, attn_sink=attn_sink,
+        )  # fmt: skip
 
 
 def sparse_mla(
@@ -187,7 +234,7 @@ def sparse_mla(
         dispatch.require_backward(arguments[11])
     if plan is None:
         # Made here rather than inside the op, so that autograd keeps it for the backward.
-        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, config, arguments[11])
+        made = groups.lists_for(q, kv, indices, causal, q_positions, topk_length, attn_sink, config, arguments[11])
         arguments = (*arguments[:12], *made)
     out, lse = autograd.fwd_op(*arguments)
     return (out, lse) if return_lse else out

@@ -1,10 +1,15 @@
 """Drop-ins: the call forms of other implementations of sparse MLA, computed by this package.
 
-Each function takes what its namesake takes, states where that one's conventions differ from the contract's (`api`), and
-converts exactly: what is converted is a sign of infinity, a base of logarithms (one fp32 product), a mask or a layout.
-All take `backend=` and `config=` as `api.fwd` does, and raise what it raises, by the names of their own arguments and
-before anything runs. Invalid slots are never read, whichever
-filler marks them, and shapes that the namesake refuses (any K, 1 to 128 heads per group, strides, int64 indices) work.
+Each function has its namesake's arguments, states where that one's conventions differ from the contract's (`api`), and
+converts exactly: what is converted is a sign of infinity, a base of logarithms (one fp32 product) or a mask.
+All take `backend=` and `config=` as `api.fwd` does, and raise what it raises: wrong arguments by their own names and
+before anything is computed. Invalid slots are never read, whichever filler marks them, and shapes that the namesake
+refuses (any K, 1 to 128 heads per group, strides between rows, int64 indices) work.
+
+Layouts are the contract's, since nothing is silently copied, where some namesakes copy (miles calls `.contiguous()` on
+q and kv, cuDNN's wrapper stages strided inputs): rows of `q`, `kv`, `out` and `dout` whose last dimension is not
+contiguous or that do not start on 16 bytes are refused, so are an expanded `q` or `kv` (stride 0) and a `kv` whose
+strides are not multiples of the smallest (a dense copy is the caller's to make). Other tensors have any strides.
 
     flash_mla_sparse_fwd               FlashMLA (deepseek-ai/FlashMLA, flash_mla)
     sparse_attention                   miles (radixark/miles, miles.kernels.attention.dsa)
@@ -116,8 +121,8 @@ def flash_mla_sparse_fwd(
     without the sink; in a row without a valid slot `lse` is **+inf** (the contract: -inf), `max_logits` -inf, `out` 0.
 
     Args:
-        q: `[s_q, h_q, D]`, kv: `[s_kv, h_kv, D]`, indices: `[s_q, h_kv, topk]`; attn_sink: `[h_q]` fp32, in the units
-            of `max_logits`; topk_length: `[s_q]` int32.
+        q: `[s_q, h_q, D]`, kv: `[s_kv, h_kv, D]`, rows contiguous and on 16 bytes, else refused; indices: `[s_q, h_kv,
+            topk]`; attn_sink: `[h_q]` fp32, in the units of `max_logits`; topk_length: `[s_q]` int32.
         indexer_topk: must be 0 (newer versions return a second lse over the first slots of a row for another).
 
     Returns:
@@ -162,7 +167,8 @@ def sparse_attention(
     converted. A row without a valid slot gives 0 and no gradient.
 
     Args:
-        q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, indices: `[B, S, G, topk]`, attn_sink: `[H]` fp32 or `None`.
+        q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, rows contiguous and on 16 bytes, neither expanded, else refused
+            (miles makes both contiguous); indices: `[B, S, G, topk]`, attn_sink: `[H]` fp32 or `None`.
         forward_backend: which forward miles takes, without effect here; `config.fwd_backend` is ours. Where a version
             of miles has it in the place of `config`, a str is taken for it.
 
@@ -203,7 +209,8 @@ def sparse_mla_fwd_interface(
     `out = 0` and `lse = -inf` (there NaN and -inf).
 
     Args:
-        q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, indices: `[B, S, G, topk]`; sm_scale: default `D ** -0.5`.
+        q: `[B, S, H, D]`, kv: `[B, S_kv, G, D]`, rows contiguous and on 16 bytes, else refused (there both must be
+            contiguous as a whole); indices: `[B, S, G, topk]`; sm_scale: default `D ** -0.5`.
         return_p_sum: must be `False`, as there.
         block_I, num_stages, threads: tuning of the example's kernel, without effect here; `config` is ours.
 
@@ -215,10 +222,9 @@ def sparse_mla_fwd_interface(
     _integers(d_v=d_v, block_I=block_I, num_stages=num_stages, threads=threads)
     validation.tensors(q=q, kv=kv, indices=indices)
     _shapes(q=(q, "B S H D"), kv=(kv, "B S_kv G D"), indices=(indices, "B S G topk"))
-    out, lse = api.fwd(
-        q, kv, indices, sm_scale=sm_scale, d_v=d_v, causal=True, q_positions=_token_numbers(q), backend=backend,
-        config=config,
-    )  # fmt: skip
+    options: dict[str, Any] = dict(sm_scale=sm_scale, d_v=d_v, causal=True, backend=backend, config=config)
+    api.check_fwd(q, kv, indices, **options)
+    out, lse = api.fwd(q, kv, indices, q_positions=_token_numbers(q), **options)
     return out, lse * LOG2_E
 
 
@@ -233,7 +239,8 @@ def sparse_mla_bwd(
     Conventions: as `sparse_mla_fwd_interface`, whose base-2 `lse` it takes.
 
     Args:
-        o, do: `[B, S, H, d_v]` as q; lse: `[B, S, H]` fp32, base 2.
+        q, kv, indices: as there. o, do: `[B, S, H, d_v]` as q, rows contiguous and on 16 bytes, else refused; lse:
+            `[B, S, H]` fp32, base 2, any strides.
         is_casual: must be `True`, return_kernel: must be `False`, as there.
         delta: `[B, S, H]` fp32, optional, in place of `sum(do * o)`. It costs an elementwise pass over `o` and `do`
             here: what it differs by enters as the gradient of lse, `dlse = sum(do * o) - delta`, which is the same
@@ -248,16 +255,10 @@ def sparse_mla_bwd(
         q=(q, "B S H D"), kv=(kv, "B S_kv G D"), o=(o, "B S H d_v"), do=(do, "B S H d_v"),
         indices=(indices, "B S G topk"), lse=(lse, "B S H"), delta=(delta, "B S H"),
     )  # fmt: skip
-    _like("o", o, q, q.dtype)
-    _like("do", do, q, q.dtype)
-    for name, values in (("lse", lse), ("delta", delta)):
-        if values is not None:
-            _like(name, values, q, torch.float32)
+    options: dict[str, Any] = dict(sm_scale=sm_scale, causal=True, backend=backend, config=config)
+    api.check_bwd(q, kv, o, do, indices, lse, dlse=delta, **options)
     dlse = None if delta is None else (do.float() * o.float()).sum(-1) - delta
-    dq, dkv, _ = api.bwd(
-        q, kv, o, do, indices, lse / LOG2_E, dlse=dlse, sm_scale=sm_scale, causal=True, q_positions=_token_numbers(q),
-        backend=backend, config=config,
-    )  # fmt: skip
+    dq, dkv, _ = api.bwd(q, kv, o, do, indices, lse / LOG2_E, dlse=dlse, q_positions=_token_numbers(q), **options)
     return dq, dkv
 
 
@@ -272,6 +273,19 @@ class NamedGradients(dict):
 
     def __getitem__(self, key: Any) -> Any:
         return tuple(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+# So that torch.export takes a graph that returns it.
+torch.utils._pytree.register_pytree_node(
+    NamedGradients,
+    lambda named: (list(named.values()), list(named.keys())),
+    lambda gradients, names: NamedGradients(zip(names, gradients, strict=True)),
+    serialized_type_name=f"{__name__}.NamedGradients",
+    flatten_with_keys_fn=lambda named: (
+        [(torch.utils._pytree.MappingKey(name), gradient) for name, gradient in named.items()],
+        list(named.keys()),
+    ),
+)
 
 
 def _is_current(stream: Any, device: torch.device) -> bool:
@@ -302,10 +316,11 @@ def sparse_attention_backward_wrapper(
     -inf is none; the given `dq` and `dkv` are **overwritten** (the contract's `dkv=` is added into).
 
     Args:
-        q: `[T, H, D]`, kv: `[T_kv, D]`, out, dout: `[T, H, d_v]`, lse: `[T, H]` fp32, attn_sink: `[H]` fp32,
-            topk_idxs: `[T, K]`, topk_length: `[T]` int32; softmax_scale: default `D ** -0.5`.
+        q: `[T, H, D]`, kv: `[T_kv, D]`, out, dout: `[T, H, d_v]`, rows contiguous and on 16 bytes, else refused
+            (cuDNN's wrapper stages what is strided); lse: `[T, H]` fp32, attn_sink: `[H]` fp32, topk_idxs: `[T, K]`,
+            topk_length: `[T]` int32; softmax_scale: default `D ** -0.5`.
         dq, dkv: optional destinations of q's and kv's shapes, any strides whose elements do not overlap; dkv may also
-            be fp32. Filled by a copy.
+            be fp32. Filled by a copy. One that requires a gradient is taken under `torch.no_grad()` only.
         deterministic: bitwise equal results from run to run.
         stream: `None` or torch's current stream, as an int or what int() takes; that is where the work goes.
         block_tile, workspace, q_cluster_mode: of cuDNN's kernels, without effect here.
@@ -326,19 +341,23 @@ def sparse_attention_backward_wrapper(
         attn_sink=(attn_sink, "H"), topk_idxs=(topk_idxs, "T K"), topk_length=(topk_length, "T"),
         dq=(dq, "T H D"), dkv=(dkv, "T_kv D"),
     )  # fmt: skip
-    _like("lse", lse, q, torch.float32)
+    # Here with the strides as they came; what is traced has no address.
+    if not torch.compiler.is_compiling():
+        validation.layout("kv", kv)
+    rows = (q, kv.unsqueeze(1), out, dout, topk_idxs)
+    options: dict[str, Any] = dict(
+        deterministic=deterministic, sm_scale=softmax_scale, topk_length=topk_length, attn_sink=attn_sink,
+        backend=backend, config=config,
+    )  # fmt: skip
+    api.check_bwd(*rows, lse, **options)
     for name, given, like, dtypes in (("dq", dq, q, ()), ("dkv", dkv, kv, (torch.float32,))):
         if given is None:
             continue
         _like(name, given, like, like.dtype, *dtypes)
         validation.destination(name, given)
-        if given.requires_grad and given.is_leaf:
-            raise ArgumentValueError(name, "must be writable", "a leaf that requires a gradient")
     new_dq, new_dkv, d_sink = api.bwd(
-        q, kv.unsqueeze(1), out, dout, topk_idxs, lse.masked_fill(lse == math.inf, -math.inf),
-        deterministic=deterministic, dkv_dtype=None if dkv is None else dkv.dtype, sm_scale=softmax_scale,
-        topk_length=topk_length, attn_sink=attn_sink, backend=backend, config=config,
-    )  # fmt: skip
+        *rows, lse.masked_fill(lse == math.inf, -math.inf), dkv_dtype=None if dkv is None else dkv.dtype, **options
+    )
     new_dkv = new_dkv.squeeze(1)
     return NamedGradients(
         dq=new_dq if dq is None else dq.copy_(new_dq),

@@ -111,7 +111,7 @@ def _made(
 
 def lists_for(
     q: Tensor, kv: Tensor, indices: Tensor, causal: bool, q_positions: Tensor | None, topk_length: Tensor | None,
-    config: SparseAttentionConfig | None, backend: str,
+    attn_sink: Tensor | None, config: SparseAttentionConfig | None, backend: str,
 ) -> PlanTensors:  # fmt: skip
     """The lists of a call without a plan, made ahead so that autograd keeps them; `NO_LISTS` where it needs none."""
     wished = config or SparseAttentionConfig()
@@ -132,6 +132,12 @@ def lists_for(
             )
         if tokens == 1:
             return NO_LISTS
+        if not torch.compiler.is_compiling():
+            # Nothing runs in a wrong call; what is traced does not run here.
+            validation.forward(
+                q, kv, indices, d_v=1, causal=causal, q_positions=q_positions, topk_length=topk_length,
+                attn_sink=attn_sink,
+            )  # fmt: skip
         return _made(indices, q_positions, topk_length, shape, heads, causal, tokens, decide, backend)
     except SparseMLAError:
         return NO_LISTS

@@ -23,6 +23,7 @@ Sources: all-gathered KV with zig-zag parts as in Llama 3's training; gradients 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,8 +132,7 @@ class TokenSplit:
     group: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int):
-            raise ArgumentTypeError("tokens", "must be an int", type(self.tokens).__name__)
+        object.__setattr__(self, "tokens", validation.integer("tokens", self.tokens))
         if self.tokens < 0:
             raise ArgumentValueError("tokens", "must be at least 0", self.tokens)
         if not isinstance(self.kind, str) or self.kind not in SPLITS:
@@ -141,6 +141,9 @@ class TokenSplit:
             raise UnsupportedError("no process group: call torch.distributed.init_process_group first")
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             raise ArgumentTypeError("group", "must be a process group that holds this rank", repr(self.group))
+        if self.group is dist.group.WORLD:
+            # One name for the default group: splits are compared.
+            object.__setattr__(self, "group", None)
 
     @property
     def ranks(self) -> int:
@@ -316,6 +319,7 @@ def gather_kv(kv: Tensor, split: TokenSplit) -> GatheredKV:
 def scatter_sum(dkv: Tensor, split: TokenSplit) -> Tensor:
     """This rank's part of the sum of the ranks' `dkv`, each of the whole kv: `[B, S_kv, G, D]` or `[T_kv, G, D]`.
 
+    Not differentiable: the result has no graph, as that of `bwd` and of `unsplit`.
     What `bwd` does with the kernels' fp32 dkv; for callers of `cute_sparse_mla.bwd` with a buffer of their own. `split`
     says how the tokens are divided; the result is `[B, S_part, G, D]` or `[T_part, G, D]`, in dkv's dtype.
 
@@ -327,7 +331,8 @@ def scatter_sum(dkv: Tensor, split: TokenSplit) -> Tensor:
     if dkv.dim() not in (3, 4):
         raise ArgumentValueError("dkv", "must be [B, S_kv, G, D] or [T_kv, G, D] of all ranks", list(dkv.shape))
     split._check("dkv", dkv, dkv.dim() - 3, split.tokens, "the tokens of all ranks")
-    return _ReduceScatter(dkv, dkv.dim() - 3, split).wait(dkv.dtype)
+    with torch.no_grad():
+        return _ReduceScatter(dkv, dkv.dim() - 3, split).wait(dkv.dtype)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------
@@ -341,8 +346,18 @@ def _gathered(kv: Tensor | GatheredKV, split: TokenSplit) -> GatheredKV:
     return kv
 
 
-def _with_positions(q: Tensor, split: TokenSplit, options: dict[str, Any]) -> dict[str, Any]:
+# The keywords that the calls here hand on.
+_FORWARD, _BACKWARD = (frozenset(inspect.signature(call).parameters) for call in (api.fwd, api.bwd))
+
+
+def _with_positions(
+    q: Tensor, split: TokenSplit, options: dict[str, Any], known: frozenset[str] = _FORWARD
+) -> dict[str, Any]:
     """The options with the tokens' own numbers as causal bounds, unless the caller gives others."""
+    for name, value in options.items():
+        # Said before the other ranks wait for this one in a collective.
+        if name not in known:
+            raise ArgumentTypeError(name, "is no argument of this call", type(value).__name__)
     _is_split(split)
     validation.tensors(q=q)
     if options.get("q_positions") is not None or not options.get("causal"):
@@ -394,7 +409,7 @@ def bwd(
     """
     if "dkv" in options:
         raise ArgumentTypeError("dkv", "is not taken here: add the result", type(options["dkv"]).__name__)
-    options = _with_positions(q, split, options)
+    options = _with_positions(q, split, options, _BACKWARD)
     gathered = _gathered(kv, split)
     own = gathered.part.dtype
     if dkv_dtype is not None:

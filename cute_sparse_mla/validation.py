@@ -263,6 +263,11 @@ def destination(name: str, tensor: Tensor) -> None:
             rule = "elements must not overlap (stride 0, or less than the extent of smaller strides)"
             raise ArgumentValueError(name, rule, f"shape {list(tensor.shape)}, strides {tensor.stride()}")
     updatable(name, tensor)
+    # A leaf, a view of one and one of several views of a tensor: torch refuses to change each of them. A graph that
+    # another destination belongs to would lose its gradient.
+    if tensor.requires_grad and torch.is_grad_enabled():
+        rule = "must not require a gradient while gradients are recorded: write it under torch.no_grad()"
+        raise ArgumentValueError(name, rule, "a tensor that requires one")
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -332,7 +337,8 @@ def rows_readable(dout: Tensor) -> bool:
     return _layout_fault(dout, _has_address(dout), is_output=True) is None
 
 
-def _layout(name: str, tensor: Tensor, is_output: bool = False) -> None:
+def layout(name: str, tensor: Tensor, is_output: bool = False) -> None:
+    """Refuse rows that cannot be read in place."""
     fault = _layout_fault(tensor, _has_address(tensor), is_output)
     if fault is not None:
         raise ArgumentValueError(name, *fault)
@@ -459,8 +465,8 @@ def _forward_problem(
     _shape("kv", kv, kv_shape, "T_kv, G, D" if packed else "B, S_kv, G, D")
     _shape("indices", indices, (*lead, G, K), f"{prefix}, G, K")
     value_width(d_v, D)
-    _layout("q", q)
-    _layout("kv", kv)
+    layout("q", q)
+    layout("kv", kv)
     _kv_strides(kv)
 
     _bounds(causal, q_positions, topk_length, lead, prefix)
@@ -584,7 +590,7 @@ def _backward_problem(
         _device(name, tensor, q.device)
         _dtype(name, tensor, (q.dtype,), " as q")
         _shape(name, tensor, (*lead, H, d_v), f"{prefix}, H, d_v")
-        _layout(name, tensor, is_output=True)
+        layout(name, tensor, is_output=True)
     row_terms: dict[str, Tensor | None] = {"lse": lse, "dlse": dlse}
     for name, term in row_terms.items():
         if term is None:
@@ -608,7 +614,7 @@ def _dkv_dtype(kv: Tensor, dkv: Tensor | None, dkv_dtype: torch.dtype | None) ->
     _shape("dkv", dkv, tuple(kv.shape), "as kv")
     if not dkv.is_contiguous():
         raise ArgumentValueError("dkv", "must be contiguous", f"strides {dkv.stride()}")
-    _layout("dkv", dkv)
+    layout("dkv", dkv)
     if dkv_dtype not in (None, torch.float32):
         raise ArgumentValueError("dkv_dtype", "must be None or float32 when dkv= is given", dkv_dtype)
     return torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,26 @@ def differentiable(own: Inputs, split: parallel.TokenSplit, overlapped: bool) ->
     return results if sink is None else results | dict(d_sink=sink.grad)
 
 
+def verdicts(device: torch.device) -> dict[tuple, dict[str, Any]]:
+    """The bench's verdicts on two tokens with a value in one tensor, in the parts only or in the whole, too.
+
+    Each of two ranks has a token, a third none.
+    """
+    split = parallel.TokenSplit(2, "contiguous")
+    shapes = dict(out=(2, 2, 4), lse=(2, 2), dq=(2, 2, 4), dkv=(2, 1, 4))
+    found: dict[tuple, dict[str, Any]] = {}
+    for name, value, token, in_whole in itertools.product(shapes, (math.nan, math.inf, 2.0), (0, 1), (False, True)):
+        whole = {n: torch.ones(shape, device=device) for n, shape in shapes.items()}
+        # A row without a valid slot, and one that no row attends to.
+        whole["lse"][0, 0], whole["dkv"][0] = -math.inf, 0
+        parts = {n: t.clone() for n, t in whole.items()}
+        for tensors in (parts, whole) if in_whole else (parts,):
+            tensors[name][token] = value
+        own = tuple(split.split(t) for t in parts.values())
+        found[name, value, token, in_whole] = bench_parallel.verify(tuple(whole.values()), own, split)
+    return found
+
+
 def run_rank(rank: int, ranks: int, folder: str, device_type: str) -> None:
     """Everything on one rank; results are left in `folder`."""
     torch.set_num_threads(1)
@@ -118,6 +139,7 @@ def run_rank(rank: int, ranks: int, folder: str, device_type: str) -> None:
     results["heads"] = head_parallel.compare(device, heads=5, T=40)
     options = dict(tokens=5, heads=2, reps=1, splits="zigzag", device=device_type, out=f"{folder}/rows.jsonl")
     results["bench"] = bench_parallel.main([f"--{name}={value}" for name, value in options.items()])
+    results["verdicts"] = verdicts(device)
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

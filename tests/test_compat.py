@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_sparse_mla
 from bench.cases import Case
@@ -340,17 +341,17 @@ def test_arguments_of_the_peers_forms_are_checked_before_anything_runs() -> None
 
     rows = one.q.shape[:-1]
     wrong: tuple[tuple[Callable, str], ...] = (
-        (lambda: example(lse=lse.int()), "lse: must be torch.float32"),
-        (lambda: example(delta=lse.bfloat16()), "delta: must be torch.float32"),
+        (lambda: example(lse=lse.int()), "lse: dtype must be float32"),
+        (lambda: example(delta=lse.bfloat16()), "delta: dtype must be float32"),
         (lambda: example(delta=lse[0, 0]), "delta: shape must be"),
         (lambda: example(do=i.dout[..., :-1]), "do: shape must be"),
         (lambda: cudnn(dq=torch.zeros_like(one.q, dtype=torch.int32)), "dq: must be torch"),
         (lambda: cudnn(dq=torch.zeros_like(one.q, device="meta")), "dq: must be on cpu"),
         (lambda: cudnn(dq=one.q.new_zeros(1).expand(one.q.shape)), "dq: elements must not overlap"),
-        (lambda: cudnn(dq=torch.zeros_like(one.q).requires_grad_()), "dq: must be writable"),
+        (lambda: cudnn(dq=torch.zeros_like(one.q).requires_grad_()), "dq: must not require a gradient"),
         (lambda: cudnn(dkv=torch.zeros_like(arguments[1], dtype=torch.float64)), "dkv: must be torch"),
         (lambda: compat.sparse_attention_backward_wrapper(*arguments[:4], torch.zeros(rows).long(), *arguments[5:]),
-         "lse: must be torch.float32"),
+         "lse: dtype must be float32"),
         (lambda: flash_mla(4), "indexer_topk: must be 0"),
     )  # fmt: skip
     for call, message in wrong:
@@ -428,6 +429,85 @@ def test_destinations_whose_elements_share_memory_are_refused() -> None:
         compat.sparse_attention_backward_wrapper(*arguments, dq=dq)
 
 
+@pytest.mark.parametrize("make", [
+    lambda t: t, lambda t: t[:], lambda t: t * 1, lambda t: torch.stack([t, t]).unbind()[1],
+], ids=["leaf", "view_of_a_leaf", "in_a_graph", "one_of_several_views"])  # fmt: skip
+def test_destinations_that_require_gradients(make: Callable[[Tensor], Tensor]) -> None:
+    """Those that torch refuses to change are refused by name, before anything runs; without gradients it writes all."""
+    i = ONE_GROUP.but(sink="random").inputs(seed=15)
+    arguments = cudnn_arguments(i)
+    want = compat.sparse_attention_backward_wrapper(*arguments)
+    for name in ("dq", "dkv"):
+        given = make(torch.zeros_like(want[name]).requires_grad_())
+        assert given.requires_grad
+        with Computed() as ops, pytest.raises(cute_sparse_mla.ArgumentValueError, match=f"{name}: must not require"):
+            compat.sparse_attention_backward_wrapper(*arguments, **{name: given})
+        assert not ops
+        with torch.no_grad():
+            done = compat.sparse_attention_backward_wrapper(*arguments, **{name: given})
+        assert done[name] is given and torch.equal(given, want[name])
+
+
+class Computed(TorchDispatchMode):
+    """The operators that run inside it, but for those that only look at a tensor otherwise."""
+
+    VIEWS = ("aten.unsqueeze", "aten.view", "aten.expand", "aten.detach", "aten.alias", "aten.slice")
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.ops: list[str] = []
+        return self.ops
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not str(op).startswith(self.VIEWS):
+            self.ops.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+BY_DTYPE = (torch.float64, torch.int64)
+
+
+@pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda f: f.__name__)
+def test_wrong_arguments_are_refused_before_anything_is_computed(drop_in: Callable) -> None:
+    """But by the op of the call itself, which checks first; a wrong dtype is blamed on the tensor that has it."""
+    # With a config that has sparse_mla make the lists of token groups ahead.
+    arguments = all_arguments(drop_in) | dict(config=cute_sparse_mla.SparseAttentionConfig(tokens_per_tile=2))
+    first = ["cute_sparse_mla.fwd.default"]
+    for name, value in arguments.items():
+        wrong: list[Any] = [object()]
+        if isinstance(value, Tensor) and name != "workspace":
+            wrong += [value.to(dtype) for dtype in BY_DTYPE if dtype != value.dtype and value.is_floating_point()]
+            wrong += [value.bool(), value.to("meta")]
+            if name in ("q", "kv", "o", "do", "out", "dout"):
+                strided = value.new_zeros((*value.shape, 2))[..., 0]
+                wrong += [strided, value.new_zeros(value.numel() + 1)[1:].view(value.shape)]
+        for other in wrong:
+            with Computed() as ops, pytest.raises(cute_sparse_mla.ArgumentError) as caught:
+                drop_in(**{**arguments, name: other})
+            assert ops in ([], first), (name, ops)
+            # All others are then on another device than q.
+            moved = isinstance(other, Tensor) and other.is_meta and name == "q"
+            assert caught.value.argument == name or moved, (name, caught.value)
+
+
+def test_layouts_are_refused_with_the_callers_strides() -> None:
+    """As the docstrings say; the cuDNN form has a kv of two axes."""
+    i = ONE_GROUP.but(sink="random").inputs(seed=16)
+    arguments = cudnn_arguments(i)
+    rows, width = arguments[1].shape
+    wide = torch.zeros(rows, width + 4, dtype=i.kv.dtype)
+    wrong = (
+        (wide[:, :width], r"rows must start on 16 bytes; got strides \(44, 1\)"),
+        (wide.t().contiguous().t()[:, :width], r"last dimension must be contiguous.*; got strides \(1, 21\)"),
+        (wide[:1, :width].expand(rows, width), r"must not be expanded.*; got strides \(0, 1\)"),
+    )
+    for kv, message in wrong:
+        with pytest.raises(cute_sparse_mla.ArgumentValueError, match=f"kv: {message}"):
+            compat.sparse_attention_backward_wrapper(arguments[0], kv, *arguments[2:])
+    for drop_in in DROP_INS:
+        assert "else refused" in inspect.getdoc(drop_in)
+
+
 @pytest.mark.sm90
 def test_nothing_synchronises() -> None:
     """After a first call, which compiles."""
@@ -484,6 +564,17 @@ def test_compiled_backwards() -> None:
         for mine, eager in zip(compiled(*arguments), drop_in(*arguments), strict=True):
             assert torch.equal(mine, eager)
     torch._dynamo.reset()
+
+
+def test_exported_with_its_named_gradients() -> None:
+    class Backward(torch.nn.Module):
+        def forward(self, *arguments: Any) -> Any:
+            return compat.sparse_attention_backward_wrapper(*arguments)
+
+    arguments = cudnn_arguments(ONE_GROUP.but(sink="random").inputs(seed=17))
+    done, want = torch.export.export(Backward(), arguments).module()(*arguments), Backward()(*arguments)
+    assert type(done) is compat.NamedGradients and list(done.keys()) == ["dq", "dkv", "d_sink"]
+    assert all(torch.equal(mine, eager) for mine, eager in zip(done, want, strict=True))
 
 
 def test_a_drop_in_itself_compiled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -59,6 +60,14 @@ def test_what_cannot_be_trained_is_said_before(
         train_dsa.main(["--device", "cpu", *words])
     assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("steps", [2, 3, 9, 10, 11, 20])
+def test_any_number_of_steps(steps: int) -> None:
+    """The learning rate rises and falls within them; 10 and 20 are where a rise ends on a step."""
+    s = train_dsa.Settings(steps=steps, warmup=1, batch=1, context=4, topk=2, width=32, layers=1, heads=1)
+    for losses in train_dsa.train(s, True, torch.device("cpu")):
+        assert len(losses) == steps and all(math.isfinite(loss) for loss in losses)
 
 
 def test_a_folder_for_the_picture_is_made(tmp_path: Path) -> None:

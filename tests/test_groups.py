@@ -168,6 +168,6 @@ def test_the_op_of_a_traced_call() -> None:
 
 def test_a_wrong_call_is_named_by_its_own_check() -> None:
     i = CASE.inputs()
-    assert groups.lists_for(i.q, i.kv, i.indices[:1], False, None, None, None, "") == groups.NO_LISTS
+    assert groups.lists_for(i.q, i.kv, i.indices[:1], False, None, None, None, None, "") == groups.NO_LISTS
     with pytest.raises(ArgumentValueError, match="indices: shape must be"):
         cute_sparse_mla.sparse_mla(i.q, i.kv, i.indices[:1], d_v=i.d_v)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import cute_sparse_mla
+from bench import parallel as bench_parallel
 from bench.cases import Case
 from cute_sparse_mla import ArgumentTypeError, ArgumentValueError, UnsupportedError, parallel
 from cute_sparse_mla.parallel import SPLITS, TokenSplit
@@ -120,6 +122,17 @@ def test_head_parallel_example(ranks: tuple[str, list[dict]]) -> None:
 
 def test_bench_finds_every_part_equal_to_the_whole(ranks: tuple[str, list[dict]]) -> None:
     assert [result["bench"] for result in ranks[1]] == [0] * len(ranks[1])
+
+
+def test_bench_finds_wrong_values_on_any_rank(ranks: tuple[str, list[dict]]) -> None:
+    """NaN and infinity in the whole too; the verdict is that of every rank, one without tokens included."""
+    for result in ranks[1]:
+        for (name, value, token, in_whole), verdict in result["verdicts"].items():
+            assert verdict["ok"] == (value == 2 and in_whole), (name, value, token, in_whole, verdict)
+            assert verdict["finite"] == math.isfinite(value)
+            assert all(v is None or math.isfinite(v) for v in verdict.values())
+    # The same on all; NaN in a key is not equal to itself.
+    assert len({str(result["verdicts"]) for result in ranks[1]}) == 1
 
 
 # -- splits, without communication ---------------------------------------------------------------------------------
@@ -248,6 +261,22 @@ def test_second_derivatives_are_refused_by_name(one_rank: None, module: Any, wrt
             torch.autograd.grad(gradient.float().sum(), leaves[wrt], allow_unused=True, retain_graph=True)
 
 
+def test_a_scattered_sum_has_no_graph(one_rank: None) -> None:
+    """As what `bwd` and `unsplit` return: a gradient through it would leave the communication out."""
+    i, split, _ = small_call()
+    leaf = i.kv.float().requires_grad_()
+    parts = parallel.scatter_sum(leaf, split), split.unsplit(leaf)
+    assert not any(part.requires_grad for part in parts) and torch.equal(parts[0], leaf)
+
+
+def test_equal_splits_are_the_same(one_rank: None) -> None:
+    """The default group by either name, and numpy's ints."""
+    i, split, options = small_call()
+    for same in (TokenSplit(6, group=dist.group.WORLD), TokenSplit(np.int64(6))):
+        assert same == split and hash(same) == hash(split) and type(same.tokens) is int
+        parallel.fwd(i.q, parallel.gather_kv(i.kv, same), i.indices, **options)
+
+
 def test_forward_mode_is_refused(one_rank: None) -> None:
     i, split, options = small_call(7)
     with forward_ad.dual_level():
@@ -343,6 +372,38 @@ def test_a_result_or_an_error_that_names_an_argument(one_rank: None) -> None:
     for call, arguments in calls:
         refused = doubtful.refusals(call, arguments)
         assert all(refused.values()), (call, refused)
+
+
+def test_unknown_keywords_are_refused_before_the_gather(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    i, _, options = small_call()
+    out, lse = parallel.fwd(i.q, i.kv, i.indices, **options)
+    monkeypatch.setattr(parallel, "GatheredKV", lambda *_: pytest.fail("a gather has begun"))
+    backward = {name: value for name, value in options.items() if name != "d_v"}
+    for call in (
+        lambda **wrong: parallel.fwd(i.q, i.kv, i.indices, **options, **wrong),
+        lambda **wrong: parallel.sparse_mla(i.q, i.kv, i.indices, **options, **wrong),
+        lambda **wrong: parallel.bwd(i.q, i.kv, out, i.dout, i.indices, lse, **backward, **wrong),
+    ):
+        with pytest.raises(ArgumentTypeError, match="scale: is no argument of this call; got float"):
+            call(scale=0.5)
+
+
+def test_the_bench_takes_or_refuses_the_named_backend(tmp_path: Path) -> None:
+    words = [
+        "--tokens=5",
+        "--heads=2",
+        "--reps=1",
+        "--splits=zigzag",
+        "--device=cpu",
+        f"--out={tmp_path / 'rows.jsonl'}",
+    ]
+    with pytest.raises(SystemExit, match="backend 'sm90' needs compute capability"):
+        bench_parallel.main([*words, "--backend=sm90"])
+    with pytest.raises(SystemExit, match="backend: must be"):
+        bench_parallel.main([*words, "--backend=none"])
+    assert bench_parallel.main([*words, "--backend=reference"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["backend"] for row in rows] == ["reference"] * 2
 
 
 def test_wrong_tensors(one_rank: None) -> None:

@@ -202,7 +202,9 @@ def train(s: Settings, sparse: bool, device: torch.device) -> tuple[list[float],
     positions = torch.arange(s.context, device=device).repeat(s.batch)
     cu_seqlens = torch.arange(0, s.tokens + 1, s.context, dtype=torch.int32, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), s.learning_rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, s.learning_rate, s.steps, pct_start=0.1)
+    # A rise of a step at least: one of no length divides by zero.
+    rise = max(0.1, 1.5 / max(s.steps, 2))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, s.learning_rate, s.steps, pct_start=rise)
     losses, index_losses = [], []
     for step in range(s.steps):
         for layer in model.attentions():
