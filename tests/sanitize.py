@@ -86,19 +86,31 @@ class Finding:
     text: str
 
 
+RUNNING: set[int] = set()  # process groups of the tools that run
+
+
+def end(*_: Any) -> None:
+    """Ended from outside, the tools must not stay on the GPU: they would share it with whatever is timed next."""
+    for group in tuple(RUNNING):
+        os.killpg(group, signal.SIGKILL)
+    os._exit(128 + signal.SIGTERM)
+
+
 def sanitized(tool: str, number: int, limit: float) -> Finding:
     """One tool over one case."""
     command = ("compute-sanitizer", "--tool", tool, *BRIEF, *TOOLS[tool], sys.executable, "-m", "tests.sanitize")
     start = time.perf_counter()
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # a group of its own: the tool and the Python that it watches end together
         (*command, "--case", str(number)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )  # fmt: skip
+    RUNNING.add(process.pid)
     try:
         text, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         text = f"not finished in {limit:.0f} s: " + process.communicate()[0]
+    RUNNING.discard(process.pid)
     counts = [int(first or second) for first, second in SUMMARY.findall(text)]
     finished = process.returncode == 0 and bool(counts)
     case = list(CASES)[number].name
@@ -132,6 +144,7 @@ def main() -> int:
     for number in range(len(CASES)):
         run_case(number)  # compiles, so that the tools do not wait for it
     failed = False
+    signal.signal(signal.SIGTERM, end)
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = {t: [pool.submit(sanitized, t, n, args.limit) for n in range(len(CASES))] for t in args.tool}
         for tool, futures in jobs.items():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ from bench.harness import Run
 from bench.implementations import Ours
 from bench.shapes import plain_shape
 from cute_sparse_mla import config, env
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CPU = torch.device("cpu")
 NO_TILELANG = not env.is_installed("tilelang")
@@ -143,3 +149,28 @@ def test_gaps_on_a_gpu() -> None:
     rows = gaps.rows(plain_shape("256,512,16,576,128"), Ours(), settings, Run(settings.device))
     assert [row["pass"] for row in rows] == ["fwd", "bwd"]
     assert all(0 < row["kernels_ms"] <= row["idle_ms"] and row["kernels"] >= 1 for row in rows)
+
+
+def test_sanitizers_end_with_the_command() -> None:
+    """A tool left over would share the GPU with whatever is timed next."""
+    program = """
+import os, signal, subprocess, threading, time
+from unittest.mock import patch
+from tests import sanitize
+
+started = subprocess.Popen
+with patch.object(subprocess, "Popen", lambda command, **options: started(("sleep", "60"), **options)):
+    signal.signal(signal.SIGTERM, sanitize.end)
+    threading.Thread(target=sanitize.sanitized, args=("memcheck", 0, 50), daemon=True).start()
+    while not sanitize.RUNNING:
+        time.sleep(0.01)
+    print(*sanitize.RUNNING, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 143, done.stderr
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # init may take a moment to collect it
+            os.killpg(int(done.stdout), 0)
+            time.sleep(0.1)
