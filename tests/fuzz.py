@@ -736,8 +736,8 @@ class Count:
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             row = json.loads(line)
             if row["target"] == target and row.get("kernels") == count.kernels and "next_seed" in row:
-                count.row = row
-            else:
+                row, count.row = count.row, row
+            if row:
                 count.others.append(row)
         if not count.row:
             start = vars(Outcome(target, seed)) | {"device": env.device_name(torch.device("cpu"))}

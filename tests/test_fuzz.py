@@ -257,6 +257,9 @@ def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, t
     (row,) = run(20)
     assert row["cases"] == 20 and row["seed"] == 15 and row["next_seed"] == 17
     assert run(20) == [row]
+    out.write_text(json.dumps(row | {"seed": 1}) + "\n" + json.dumps(row) + "\n")
+    assert [counted["seed"] for counted in run(20)] == [1, 15], "the last of two counts goes on, the other stays"
+    out.write_text(json.dumps(row) + "\n")
     (row,) = run(30, workers=2)
     assert row["cases"] == 30 and row["seed"] == 15 and row["next_seed"] == 19 and row["workers"] == 2
     monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
