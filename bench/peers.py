@@ -46,6 +46,7 @@ from cute_sparse_mla.errors import ArgumentValueError, MissingDependencyError
 from cute_sparse_mla.indices import pad_slots
 from cute_sparse_mla.precision import Inputs
 from cute_sparse_mla.problem import Problem
+from cute_sparse_mla.scales import LOG2_E
 
 from .implementations import BWD, FWD, Call, Gradients, Implementation
 from .loading import load_module, version_of
@@ -162,8 +163,6 @@ def _future_rows(peer: str, inputs: Inputs) -> str:
 
 
 # -- TileLang example ----------------------------------------------------------------------------------------------
-
-LOG2_E = math.log2(math.e)
 
 
 class _TileLangCall(Call):

@@ -32,9 +32,7 @@ from torch import Tensor
 from . import api, autograd, validation
 from .config import SparseAttentionConfig
 from .errors import ArgumentError, ArgumentTypeError, ArgumentValueError
-
-LOG2_E = math.log2(math.e)
-
+from .scales import LOG2_E
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

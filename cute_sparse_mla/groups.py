@@ -80,9 +80,7 @@ def plan(
     validation.flag("causal", causal)
     shape = validation.sizes("kv_shape", kv_shape)
     if tokens_per_tile is not None:
-        tokens_per_tile = validation.integer("tokens_per_tile", tokens_per_tile)
-        if tokens_per_tile < 1:
-            raise ArgumentValueError("tokens_per_tile", "must be at least 1", tokens_per_tile)
+        tokens_per_tile = validation.at_least("tokens_per_tile", tokens_per_tile, 1)
     config = SparseAttentionConfig(tokens_per_tile=tokens_per_tile)
     name = validation.backend_name(backend)
     call = validation.lists(

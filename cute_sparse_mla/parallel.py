@@ -132,9 +132,7 @@ class TokenSplit:
     group: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", validation.integer("tokens", self.tokens))
-        if self.tokens < 0:
-            raise ArgumentValueError("tokens", "must be at least 0", self.tokens)
+        object.__setattr__(self, "tokens", validation.at_least("tokens", self.tokens, 0))
         if not isinstance(self.kind, str) or self.kind not in SPLITS:
             raise ArgumentValueError("kind", f"must be one of {', '.join(SPLITS)}", repr(self.kind))
         if not (dist.is_available() and dist.is_initialized()):

@@ -171,6 +171,14 @@ def integer(name: str, value: Any) -> int:
     return cast(int, value) if isinstance(value, torch.SymInt) else int(value)
 
 
+def at_least(name: str, value: Any, low: int) -> int:
+    """An int from `low` on."""
+    number = integer(name, value)
+    if number < low:
+        raise ArgumentValueError(name, f"must be at least {low}", number)
+    return number
+
+
 def sizes(name: str, value: Any) -> tuple[int, ...]:
     """A shape: a sequence of ints of at least 0."""
     if not isinstance(value, (tuple, list)):

@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from bench.report import append_jsonl
 from cute_sparse_mla import api, arguments, compat, env
+from cute_sparse_mla.scales import LOG2_E
 
 PREFILL_MATRIX = ("correctness_cases", "correctness_cases_with_features", "corner_cases")
 MILES = (
@@ -51,7 +52,6 @@ CUDNN_FILE = "fe_api/dsa/test_DSA_sparse_attention_backward.py"
 HEADS_A_CASE = 8  # widened cases a head count
 CUDNN_HEADS = (1, 2, 7, 8, 16, 24, 32, 48, 64, 72, 96, 100, 127, 128)
 CPU_SCORES = 1 << 21  # larger cases take a CPU minutes
-LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass
