@@ -355,6 +355,20 @@ def peers(r: Results) -> str:
     return markdown(head, lines)
 
 
+SHORT_PEERS, SHORT_HEADS, SHORT_WIDTH = ("flash_mla", "cudnn"), (8, 16, 32, 64, 128), (576, 2048)
+
+
+def peers_short(r: Results) -> str:
+    """Two peers' times over ours by head count, D 576 and K 2048."""
+    lines: dict[tuple, dict[int, float]] = {}
+    for c in sorted(comparisons(r), key=lambda c: (c.which != FWD, c.peer, c.T, c.S_kv)):
+        if c.peer in SHORT_PEERS and (c.D, c.K) == SHORT_WIDTH:
+            which = "forward" if c.which == FWD else "backward"
+            lines.setdefault((PEER_NAMES[c.peer], which, f"{c.T} x {c.S_kv}", c.rows), {})[c.heads] = c.ratio
+    head = ("peer", "pass", "queries x rows", "rows", *(f"{heads} heads" for heads in SHORT_HEADS))
+    return markdown(head, ([*facts, *(number(by.get(heads)) for heads in SHORT_HEADS)] for facts, by in lines.items()))
+
+
 # -- predictions ---------------------------------------------------------------------------------------------------
 
 
@@ -449,7 +463,7 @@ def versions(r: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
-    "other-forms": other_forms, "peers": peers, "predicted-forward": predicted_forward,
+    "other-forms": other_forms, "peers": peers, "peers-short": peers_short, "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
     "measured-in": measured_in, "versions": versions,
 }  # fmt: skip
