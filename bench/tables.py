@@ -355,7 +355,27 @@ def peers(r: Results) -> str:
     return markdown(head, lines)
 
 
+DETERMINISTIC = "ours:deterministic"
 SHORT_PEERS, SHORT_HEADS, SHORT_WIDTH = ("flash_mla", "cudnn"), (8, 16, 32, 64, 128), (576, 2048)
+
+
+def deterministic(r: Results) -> str:
+    """The deterministic backward beside the default one, from the newest run that measured both."""
+    runs: dict[tuple, dict[str, float]] = {}
+    facts = {"pass": BWD, "D": SHORT_WIDTH[0], "K": SHORT_WIDTH[1], "rows": "random"}
+    for row in r.peers:
+        if _has(row, facts) and row["ms"] and not row.get("invalid") and H200 in row["device"]:
+            runs.setdefault((row["H"], row["T"], row["S_kv"], row["run"]), {})[row["impl"]] = row["ms"]
+    newest: dict[tuple[int, int, int], dict[str, float]] = {}
+    for (H, T, S_kv, _), by_name in sorted(runs.items()):
+        if {"ours", DETERMINISTIC} <= by_name.keys():
+            newest[H, T, S_kv] = by_name
+    lines = [
+        [str(H), f"{T} x {S_kv}", milliseconds(ms["ours"]), milliseconds(ms[DETERMINISTIC]),
+         number(ms[DETERMINISTIC] / ms["ours"])]
+        for (H, T, S_kv), ms in newest.items()
+    ]  # fmt: skip
+    return markdown(("heads", "queries x rows", "default", "deterministic", "ratio"), lines)
 
 
 def peers_short(r: Results) -> str:
@@ -463,7 +483,8 @@ def versions(r: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
-    "other-forms": other_forms, "peers": peers, "peers-short": peers_short, "predicted-forward": predicted_forward,
+    "other-forms": other_forms, "peers": peers, "peers-short": peers_short, "deterministic": deterministic,
+    "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
     "measured-in": measured_in, "versions": versions,
 }  # fmt: skip
