@@ -256,6 +256,28 @@ def grouped(r: Results) -> str:
     return markdown(head, lines)
 
 
+def group_gains(r: Results) -> str:
+    """What groups gain over token by token and cost, as ranges over 8, 16 and 32 heads."""
+    found: dict[tuple, dict[str, list[float]]] = {}
+    for row in r.groups:
+        if H200 in row["device"]:
+            by = found.setdefault((NAMES[row["model"]], f"{row['T']} x {row['S_kv']}", row["rows"]), {})
+            if row["impl"] == "ours" and row["gain"]:
+                by.setdefault(f"{row['pass']} gain", []).append(row["gain"])
+                by.setdefault(f"{row['pass']} share", []).append(100 * row["share"])
+            elif row.get("of_forward") is not None:
+                by.setdefault(row["impl"], []).append(100 * row["of_forward"])
+    columns = [(f"{which} {what}", text) for which in (FWD, BWD) for what, text in (("gain", ".2f"), ("share", ".0f"))]
+    columns += [("decision", ".1f"), ("lists", ".1f")]
+    lines = [
+        [*names, *(f"{min(by[key]):{text}} to {max(by[key]):{text}}" if key in by else DASH for key, text in columns)]
+        for names, by in found.items()
+    ]
+    head = ("layer", "queries x rows", "rows", "forward: gain", "% of the implied", "backward: gain",
+            "% of the implied", "deciding, % of a forward", "lists, %")  # fmt: skip
+    return markdown(head, lines)
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 
@@ -482,9 +504,9 @@ def versions(r: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
-    "other-forms": other_forms, "peers": peers, "peers-short": peers_short, "deterministic": deterministic,
-    "predicted-forward": predicted_forward,
+    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "group-gains": group_gains,
+    "models": models, "other-forms": other_forms, "peers": peers, "peers-short": peers_short,
+    "deterministic": deterministic, "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
     "measured-in": measured_in, "versions": versions,
 }  # fmt: skip
