@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import autograd, dispatch, env
+from cute_sparse_mla import autograd, compat, dispatch, env
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs
 
@@ -78,6 +78,20 @@ def test_errors_of_arguments_keep_their_text() -> None:
     compiled = torch.compile(cute_sparse_mla.sparse_mla, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"sm_scale.*must be"):
         compiled(i.q, i.kv, i.indices, d_v=i.d_v, sm_scale=True)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda i: cute_sparse_mla.sparse_mla(i.q[0, 0], i.kv, i.indices), "q.*must be .B, S, H, D. or packed"),
+    (lambda i: cute_sparse_mla.sparse_mla(i.q, i.kv, i.indices, d_v=25), r"d_v.*must lie in 1\.\.D"),
+    (lambda i: cute_sparse_mla.plan(i.indices[:, :, 0], i.kv.shape, 2), "indices.*must be .B, S, G, K. for this kv_sh"),
+    (lambda i: compat.sparse_attention(i.q, i.kv[0], i.indices, 0.1, 16), "kv.*shape must be .B, S_kv, G, D."),
+    (lambda i: compat.sparse_mla_bwd(i.q, i.kv, i.q[..., :16], i.q, i.indices, i.attn_sink), "lse.*shape must be .B"),
+])  # fmt: skip
+def test_errors_about_shapes_keep_their_text(call: Callable[[Inputs], Any], message: str) -> None:
+    """Where sizes are symbols, of which a traced function cannot make a text."""
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message):
+        compiled(SMALL.inputs())
 
 
 def planned_step(q: Tensor, kv: Tensor, indices: Tensor, options: dict, tokens: int | None = None) -> Tensor:
