@@ -80,17 +80,17 @@ def test_errors_of_arguments_keep_their_text() -> None:
         compiled(i.q, i.kv, i.indices, d_v=i.d_v, sm_scale=True)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda i: cute_sparse_mla.sparse_mla(i.q[0, 0], i.kv, i.indices), "q.*must be .B, S, H, D. or packed"),
-    (lambda i: cute_sparse_mla.sparse_mla(i.q, i.kv, i.indices, d_v=25), r"d_v.*must lie in 1\.\.D"),
-    (lambda i: cute_sparse_mla.plan(i.indices[:, :, 0], i.kv.shape, 2), "indices.*must be .B, S, G, K. for this kv_sh"),
-    (lambda i: compat.sparse_attention(i.q, i.kv[0], i.indices, 0.1, 16), "kv.*shape must be .B, S_kv, G, D."),
-    (lambda i: compat.sparse_mla_bwd(i.q, i.kv, i.q[..., :16], i.q, i.indices, i.attn_sink), "lse.*shape must be .B"),
+@pytest.mark.parametrize(("call", "argument"), [
+    (lambda i: cute_sparse_mla.sparse_mla(i.q[0, 0], i.kv, i.indices), "q"),
+    (lambda i: cute_sparse_mla.sparse_mla(i.q, i.kv, i.indices, d_v=25), "d_v"),
+    (lambda i: cute_sparse_mla.plan(i.indices[:, :, 0], i.kv.shape, 2), "indices"),
+    (lambda i: compat.sparse_attention(i.q, i.kv[0], i.indices, 0.1, 16), "kv"),
+    (lambda i: compat.sparse_mla_bwd(i.q, i.kv, i.q, i.q, i.indices, i.attn_sink), "lse"),
 ])  # fmt: skip
-def test_errors_about_shapes_keep_their_text(call: Callable[[Inputs], Any], message: str) -> None:
+def test_errors_about_shapes_reach_the_caller(call: Callable[[Inputs], Any], argument: str) -> None:
     """Where sizes are symbols, of which a traced function cannot make a text."""
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=rf"ArgumentValueError\('{argument}', "):
         compiled(SMALL.inputs())
 
 
