@@ -218,8 +218,10 @@ def count(name: str, value: Any, high: int, limit: str) -> int:
 
 def capability(value: Any) -> tuple[int, int]:
     """A compute capability, `(major, minor)`."""
-    if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, int) for part in value):
+    if not isinstance(value, tuple) or len(value) != 2 or not all(type(part) is int for part in value):
         raise ArgumentTypeError("capability", "must be (major, minor), two ints", repr(value))
+    if min(value) < 0:
+        raise ArgumentValueError("capability", "must be (major, minor), two ints of at least 0", repr(value))
     return value
 
 
