@@ -1,4 +1,5 @@
-# Two commands matter: `make check` (set up, then run the main job) and `make test` (set up, then pass the tests).
+# Two commands matter: `make check` (set up, then run the main job) and `make test` (set up, then pass the tests);
+# `make help` lists all.
 # NO_VENV=1 uses $(PYTHON) as it is: on machines without a package registry, a Python that has torch (and, on a Hopper
 # GPU, tilelang) is enough.
 PYTHON ?= python3
@@ -18,11 +19,14 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: install-matrix fuzz-h200 fuzz-sim load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
+.PHONY: help hopper-gpu install-matrix fuzz-h200 fuzz-sim load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
 .PHONY: sanitize-h200 sentinel-sim sim-races sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
 	$(PY) -m cute_sparse_mla check $(ARGS)
+
+help:  ## list these targets
+	@sed -nE 's/^([a-z0-9-]+):.*  ## (.*)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "%-18s%s\n", $$1, $$2}'
 
 bench: $(RUN_READY)  ## benchmark of this machine
 	$(PY) -m cute_sparse_mla bench $(ARGS)
@@ -42,33 +46,38 @@ sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversa
 sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at a time of fourteen kernels (50 CPU minutes; ARGS='--processes N')
 	$(PY) -m tests.ptx_sim sync-mutants --json tests/ptx_sim/sync_mutants.json $(ARGS)
 
-sentinel-h200: $(RUN_READY)  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
+# What only a Hopper GPU can show says so elsewhere, instead of skipping everything.
+hopper-gpu: $(RUN_READY)
+	@$(PY) -c "import sys, torch; cuda = torch.cuda; \
+		sys.exit(not (cuda.is_available() and cuda.get_device_capability()[0] == 9) and 'needs a Hopper GPU')"
+
+sentinel-h200: hopper-gpu  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
 	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \
 		tests/test_compile.py tests/test_compat.py $(ARGS)
 
-sanitize-h200: $(RUN_READY)  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
+sanitize-h200: hopper-gpu  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)
 
 sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the simulator, on a CPU (about 25 CPU minutes)
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
-fuzz-h200: $(RUN_READY)  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
+fuzz-h200: hopper-gpu  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
 
 fuzz-sim: $(TEST_READY)  ## 1,000 through each kernels' simulation, on a CPU; stopped, it goes on where it was; ARGS='--workers N'
 	$(PY) -m tests.fuzz --target sim-sm100 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
 	$(PY) -m tests.fuzz --target sim-sm90 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
 
-peer-suites-h200: $(RUN_READY)  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
+peer-suites-h200: hopper-gpu  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
 	$(PY) -m tests.peer_suites $(ARGS)
 
-load-h200: $(RUN_READY)  ## 10,000 mixed calls, caches cold, full and unwritable, kill -9, fork, threads, out of memory, on a Hopper GPU
+load-h200: hopper-gpu  ## 10,000 mixed calls, caches cold, full and unwritable, kill -9, fork, threads, out of memory, on a Hopper GPU
 	$(PY) -m tests.load $(ARGS)
 
 install-matrix:  ## installs with each extra and beside each neighbour, in fresh environments (about 15 minutes)
 	$(PYTHON) -m tests.install_matrix $(ARGS)
 
-lint: $(TEST_READY)
+lint: $(TEST_READY)  ## ruff and mypy alone
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -84,5 +93,5 @@ $(VENV)/.test-ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev,hopper,sim]"
 	touch $@
 
-clean:
+clean:  ## remove what the commands made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

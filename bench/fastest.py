@@ -59,9 +59,13 @@ def text(table: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.fastest", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.fastest", description="Writes the table of backend='fastest'.")
     parser.add_argument(
-        "results", nargs="*", type=arguments.input_file, default=[RESULTS], help="files of benchmark rows"
+        "results",
+        nargs="*",
+        type=arguments.input_file,
+        default=[RESULTS],
+        help="files of benchmark rows (default: the committed ones)",
     )
     parser.add_argument(
         "--out", type=arguments.output_file, default=fastest.TABLE, help="the table (default: the package's)"

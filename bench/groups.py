@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sys.path[:0] = [str(Path(folder).resolve()) for folder in args.peer_path]
     device = arguments.default_device()
+    if device.type == "cpu" and not args.only:
+        parser.error("needs a GPU: the reference would take hours on a CPU; --only names a shape")
     implementations: list[Implementation] = [Ours(), Ours("plan"), Ours("tokens_per_tile=1")]
     implementations += [PEERS[name](None) for name in PEER_NAMES if args.peer_path]
     settings = Settings(

@@ -135,8 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.model not in ("glm5", "v32"):
         parser.error("--model must be one without compressed rows: glm5, v32")
+    wanted = args.device or arguments.default_device()
+    if wanted.type == "cpu" and not args.device:
+        parser.error("needs GPUs: the reference would take hours; --device cpu --tokens 64 --reps 1 shows it on a CPU")
     try:
-        with parallel.process_group(args.device or arguments.default_device()) as device:
+        with parallel.process_group(wanted) as device:
             rows = _measured(args, device)
     except SparseMLAError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None

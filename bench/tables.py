@@ -256,6 +256,28 @@ def grouped(r: Results) -> str:
     return markdown(head, lines)
 
 
+def group_gains(r: Results) -> str:
+    """What groups gain over token by token and cost, as ranges over 8, 16 and 32 heads."""
+    found: dict[tuple, dict[str, list[float]]] = {}
+    for row in r.groups:
+        if H200 in row["device"]:
+            by = found.setdefault((NAMES[row["model"]], f"{row['T']} x {row['S_kv']}", row["rows"]), {})
+            if row["impl"] == "ours" and row["gain"]:
+                by.setdefault(f"{row['pass']} gain", []).append(row["gain"])
+                by.setdefault(f"{row['pass']} share", []).append(100 * row["share"])
+            elif row.get("of_forward") is not None:
+                by.setdefault(row["impl"], []).append(100 * row["of_forward"])
+    columns = [(f"{which} {what}", text) for which in (FWD, BWD) for what, text in (("gain", ".2f"), ("share", ".0f"))]
+    columns += [("decision", ".1f"), ("lists", ".1f")]
+    lines = [
+        [*names, *(f"{min(by[key]):{text}} to {max(by[key]):{text}}" if key in by else DASH for key, text in columns)]
+        for names, by in found.items()
+    ]
+    head = ("layer", "queries x rows", "rows", "forward: gain", "% of the implied", "backward: gain",
+            "% of the implied", "deciding, % of a forward", "lists, %")  # fmt: skip
+    return markdown(head, lines)
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +377,40 @@ def peers(r: Results) -> str:
     return markdown(head, lines)
 
 
+DETERMINISTIC = "ours:deterministic"
+SHORT_PEERS, SHORT_HEADS, SHORT_WIDTH = ("flash_mla", "cudnn"), (8, 16, 32, 64, 128), (576, 2048)
+
+
+def deterministic(r: Results) -> str:
+    """The deterministic backward beside the default one, from the newest run that measured both."""
+    runs: dict[tuple, dict[str, float]] = {}
+    facts = {"pass": BWD, "D": SHORT_WIDTH[0], "K": SHORT_WIDTH[1], "rows": "random"}
+    for row in r.peers:
+        if _has(row, facts) and row["ms"] and not row.get("invalid") and H200 in row["device"]:
+            runs.setdefault((row["H"], row["T"], row["S_kv"], row["run"]), {})[row["impl"]] = row["ms"]
+    newest: dict[tuple[int, int, int], dict[str, float]] = {}
+    for (H, T, S_kv, _), by_name in sorted(runs.items()):
+        if {"ours", DETERMINISTIC} <= by_name.keys():
+            newest[H, T, S_kv] = by_name
+    lines = [
+        [str(H), f"{T} x {S_kv}", milliseconds(ms["ours"]), milliseconds(ms[DETERMINISTIC]),
+         number(ms[DETERMINISTIC] / ms["ours"])]
+        for (H, T, S_kv), ms in newest.items()
+    ]  # fmt: skip
+    return markdown(("heads", "queries x rows", "default", "deterministic", "ratio"), lines)
+
+
+def peers_short(r: Results) -> str:
+    """Two peers' times over ours by head count, D 576 and K 2048."""
+    lines: dict[tuple, dict[int, float]] = {}
+    for c in sorted(comparisons(r), key=lambda c: (c.which != FWD, c.peer, c.T, c.S_kv)):
+        if c.peer in SHORT_PEERS and (c.D, c.K) == SHORT_WIDTH:
+            which = "forward" if c.which == FWD else "backward"
+            lines.setdefault((PEER_NAMES[c.peer], which, f"{c.T} x {c.S_kv}", c.rows), {})[c.heads] = c.ratio
+    head = ("peer", "pass", "queries x rows", "rows", *(f"{heads} heads" for heads in SHORT_HEADS))
+    return markdown(head, ([*facts, *(number(by.get(heads)) for heads in SHORT_HEADS)] for facts, by in lines.items()))
+
+
 # -- predictions ---------------------------------------------------------------------------------------------------
 
 
@@ -448,8 +504,9 @@ def versions(r: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "models": models,
-    "other-forms": other_forms, "peers": peers, "predicted-forward": predicted_forward,
+    "v4": v4, "v4-4096": v4_short, "layers": layers, "groups": groups, "grouped": grouped, "group-gains": group_gains,
+    "models": models, "other-forms": other_forms, "peers": peers, "peers-short": peers_short,
+    "deterministic": deterministic, "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
     "measured-in": measured_in, "versions": versions,
 }  # fmt: skip

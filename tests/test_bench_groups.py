@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import groups, suites
 from bench.shapes import plain_shape
@@ -55,6 +56,15 @@ def test_a_run_where_nothing_is_grouped(
     }
     assert all(row["tokens_per_tile"] == 1 and row["implied"] is None and row["ok"] for row in rows)
     assert "6 x 40" in capsys.readouterr().out
+
+
+def test_without_a_gpu_a_shape_must_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(groups.arguments, "default_device", lambda: torch.device("cpu"))
+    with pytest.raises(SystemExit):
+        groups.main([])
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_the_committed_rows() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,25 @@ def test_files_named_in_the_readme_exist() -> None:
     targets = (ROOT / "Makefile").read_text(encoding="utf-8")
     for name in re.findall(r"`make ([\w-]+)", text):
         assert re.search(rf"^{name}:", targets, flags=re.M), name
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """`make` with this Python, as on a machine without a GPU."""
+    command = ["make", "-C", str(ROOT), "NO_VENV=1", f"PYTHON={sys.executable}", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_help_lists_the_targets() -> None:
+    listed = {line.split()[0] for line in make("help").stdout.splitlines() if line and not line.startswith("make")}
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    assert targets - listed == {"hopper-gpu"} and {"check", "test"} <= listed
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_what_needs_a_hopper_gpu_says_so() -> None:
+    run = make("sentinel-h200")
+    assert run.returncode != 0 and "needs a Hopper GPU" in run.stderr and "passed" not in run.stdout
 
 
 def test_figures_are_those_of_the_rows() -> None:

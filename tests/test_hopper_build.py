@@ -85,6 +85,23 @@ def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyP
     launch._check_tilelang.cache_clear()
 
 
+@pytest.mark.skipif(NO_COMPILER, reason="needs tilelang and nvcc")
+def test_what_was_built_before_changes_no_code() -> None:
+    """Two processes build the same two kernels in two orders: each kernel's source is the same."""
+    code = (
+        "import hashlib, sys; from cute_sparse_mla.config import SparseAttentionConfig\n"
+        "from cute_sparse_mla.hopper import build, launch; from tests.test_hopper_build import problem\n"
+        "for kind in sys.argv[1:]:\n"
+        "    source = build.kernel(kind, launch.plan_of(problem())).get_kernel_source()\n"
+        "    print(kind, hashlib.sha256(source.encode()).hexdigest())\n"
+    )
+    orders = (("forward", "backward"), ("backward", "forward"))
+    runs = [subprocess.run([sys.executable, "-c", code, *order], check=True, capture_output=True, text=True).stdout
+            for order in orders]  # fmt: skip
+    first, second = (sorted(line for line in run.splitlines() if line.startswith(orders[0])) for run in runs)
+    assert len(first) == 2 and first == second
+
+
 def test_importing_the_backend_leaves_tilelang_alone() -> None:
     code = "import sys, cute_sparse_mla.hopper; assert 'tilelang' not in sys.modules and 'tvm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -417,6 +417,15 @@ def test_the_bench_takes_or_refuses_the_named_backend(tmp_path: Path) -> None:
     assert [row["backend"] for row in rows] == ["reference"] * 2
 
 
+def test_the_bench_on_a_cpu_must_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_parallel.arguments, "default_device", lambda: torch.device("cpu"))
+    with pytest.raises(SystemExit):
+        bench_parallel.main([])
+    assert "--device cpu --tokens 64" in capsys.readouterr().err
+
+
 def test_wrong_tensors(one_rank: None) -> None:
     i, split, options = small_call()
     for wrong, message in ((i.kv[:5], "kv: axis 0 must have 6 entries"), (i.kv[0], "kv: must be")):

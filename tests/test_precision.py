@@ -297,3 +297,32 @@ def test_the_budget_rounds_where_the_contract_says() -> None:
     torch.testing.assert_close(got.dq[0], dS @ kv * i.sm_scale, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got.dkv[0, :, 0], dkv, rtol=1e-10, atol=1e-12)
     assert reference.budget(torch.bfloat16) == reference.Roundings(torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+def test_no_online_softmax_keeps_the_limit_of_contrived_rows() -> None:
+    """64 slots of one score make up out; the largest score is a whole power of 2 above theirs and comes after them.
+
+    Under it P of the 64 is exactly 1/2. Under the largest score before, a fraction of a power above theirs, P is
+    rounded, though every maximum is taken up at once and all else is fp32.
+    """
+    H, D, K, BLOCK = 64, 512, 192, 64
+    # Score in powers of 2: the first number of a row, plus the second times the head's fraction.
+    kv, q = torch.zeros(1, K, 1, D), torch.zeros(1, 1, H, D)
+    kv[..., 0] = -30
+    kv[0, 0, 0, 0], kv[0, BLOCK : 2 * BLOCK, 0, 0], kv[0, 2 * BLOCK, 0, 0] = 0, 0, 1
+    kv[0, BLOCK : 2 * BLOCK + 1, 0, 1] = -1
+    kv[0, BLOCK : 2 * BLOCK, 0, 2:] = 1
+    q[..., 0], q[..., 1] = 1, torch.linspace(0.9, 0.998, H)
+    indices, dout = torch.arange(K, dtype=torch.int32).view(1, 1, 1, K), torch.ones(1, 1, H, 512).bfloat16()
+    inputs = precision.Inputs(q.bfloat16(), kv.bfloat16(), indices, dout, 512, sm_scale=math.log(2))
+
+    scores, v = inputs.q.float()[0, 0] @ inputs.kv.float()[0, :, 0].T * math.log(2), inputs.kv.float()[0, :, 0, :512]
+    maximum, total, out = torch.full((H,), -1e38), torch.zeros(H), torch.zeros(H, 512)
+    for block, rows in zip(scores.split(BLOCK, 1), v.split(BLOCK), strict=True):
+        found = torch.maximum(maximum, block.amax(1))
+        p, kept = (block - found[:, None]).exp(), (maximum - found).exp()
+        out = out * kept[:, None] + p.bfloat16().float() @ rows
+        maximum, total = found, total * kept + p.sum(1)
+    lse = (total.log() + maximum)[None, None]
+    out_check, lse_check = Judge(inputs).forward_checks((out / total[:, None]).bfloat16()[None, None], lse)
+    assert lse_check.ok and not out_check.ok and 3 < out_check.worst_row < 4

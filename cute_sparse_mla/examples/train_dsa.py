@@ -36,6 +36,16 @@ VOCABULARY = 256  # bytes
 # The dense twin holds all scores of a step: bounds, so that what does not fit is said before anything is trained.
 MOST_TOKENS, MOST_SCORES = 1 << 16, 1 << 28
 
+HELP = {
+    "steps": "training steps of each model",
+    "warmup": "of them, those in which the sparse model attends densely",
+    "batch": "documents of a step",
+    "context": "tokens of a document",
+    "topk": "rows that a token selects",
+    "layers": "layers of each model",
+    "heads": "attention heads of a layer",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -268,12 +278,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     s = Settings()
     parser = argparse.ArgumentParser(prog="train_dsa", description="Train a small DSA model beside its dense twin.")
     most = dict(layers=64, heads=MAX_HEADS_PER_GROUP)
-    for name in ("steps", "warmup", "batch", "context", "topk", "layers", "heads"):
+    for name, what in HELP.items():
         kind = arguments.count_to(most[name]) if name in most else arguments.count
-        parser.add_argument(f"--{name}", type=kind, default=getattr(s, name))
-    parser.add_argument("--seed", type=arguments.seed, default=s.seed)
+        parser.add_argument(f"--{name}", type=kind, default=getattr(s, name), help=f"{what} (default %(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=s.seed, help="of weights and text (default %(default)s)")
     parser.add_argument("--device", type=arguments.device, help="default: cuda where there is one, else cpu")
-    parser.add_argument("--svg", type=arguments.output_file, default="train_dsa.svg", help="picture of the loss curves")
+    parser.add_argument(
+        "--svg", type=arguments.output_file, default="train_dsa.svg", metavar="FILE", help="picture of the loss curves"
+    )
     parser.add_argument(
         "--threads", type=arguments.count_to(os.cpu_count() or 1), default=1,
         help="of a CPU (default 1: the tensors are small, and on shared cores threads wait for one another)",
