@@ -59,7 +59,7 @@ def facts(inputs: Inputs) -> Row:
     plan = plan_of(inputs, None)
     tokens = plan.tokens_per_tile
     found: Row = {"kind": "groups", "tokens_per_tile": tokens, "slots": None, "chosen": 0, "implied": None}
-    if plan.lists is None:
+    if plan.lists is None or tokens is None:
         return found
     chosen = plan.lists.chosen
     whole = plan_of(inputs, tokens).lists

@@ -158,6 +158,7 @@ def _backward_options(
         q, kv, indices, sm_scale, 1, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.tensors(_OPTIONAL, out=out, dout=dout, lse=lse, dlse=dlse, dkv=dkv)
+    validation.refuse_forward_mode(out, dout, lse, dlse, dkv)
     if dkv is not None:
         validation.updatable("dkv", dkv)
     validation.flag("deterministic", deterministic)
@@ -230,6 +231,7 @@ def sparse_mla(
         q, kv, indices, sm_scale, d_v, causal, q_positions, topk_length, attn_sink, config, backend, plan
     )
     validation.flag("return_lse", return_lse)
+    validation.refuse_function_transforms(q, kv, attn_sink)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, attn_sink)):
         dispatch.require_backward(arguments[11])
     if plan is None:

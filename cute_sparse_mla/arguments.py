@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from . import env
+from .dispatch import BACKENDS
 from .errors import ArgumentValueError
 from .models import MODELS
 
@@ -104,4 +105,4 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="glm5", help="layer shape (default glm5)")
     parser.add_argument("--heads", type=count, help="heads after tensor parallelism (default: all of the model's)")
     parser.add_argument("--device", type=device, help="torch device (default: cuda where there is one, else cpu)")
-    parser.add_argument("--backend", help="sm90, sm100 or reference (default: the device's own)")
+    parser.add_argument("--backend", help=f"one of {', '.join(BACKENDS)} (default: the device's own)")

@@ -198,8 +198,8 @@ def describe_groups(choice: Choice, problem: Problem) -> str:
 
 
 def planned(
-    config: SparseAttentionConfig, tokens: int, device_type: str, capability: tuple[int, int] | None, backend: str,
-    which: str = FORWARD,
+    config: SparseAttentionConfig, tokens: int | None, device_type: str, capability: tuple[int, int] | None,
+    backend: str, which: str = FORWARD,
 ) -> SparseAttentionConfig:  # fmt: skip
     """A call's config with the group size of its plan; the reference and external backends work token by token whatever
     the plan says."""

@@ -6,6 +6,8 @@ a missing package forbids is an `UnsupportedError`, with the nearest thing that 
 
 from __future__ import annotations
 
+import torch
+
 
 class SparseMLAError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -20,7 +22,9 @@ class ArgumentError(SparseMLAError):
     def __init__(self, argument: str, rule: str, got: object) -> None:
         # Not through super().__init__, which torch.compile cannot trace: the text would be lost there.
         self.args = (f"{argument}: {rule}; got {got}",)
-        self.argument, self.rule, self.got = argument, rule, str(got)
+        self.argument, self.rule = argument, rule
+        # Nor can it take the text of symbols: the error would be about that.
+        self.got = got if torch.compiler.is_compiling() else str(got)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.argument, self.rule, self.got)

@@ -24,6 +24,7 @@ class Lists(NamedTuple):
 
     The first `lengths [B, L, G]` slots of a list count: a row of kv, and who selected it, bit t for the tile's token t.
     `chosen [1]`, where the device decides: 1 if the lists pay; with 0 there are none, and calls run token by token.
+    Flat, or empty for one token per tile, where a traced graph makes them: see `autograd.lists_op`.
     """
 
     rows: Tensor
@@ -41,10 +42,11 @@ class TokenPlan:
     """What `plan` made, for calls with the same indices, `topk_length`, `q_positions` and options.
 
     `lists` is `None` for `tokens_per_tile` 1: the kernels then read the indices themselves. Where the size was left to
-    the package, the device has decided whether lists of this size pay (`lists.chosen`), from a sample of tiles.
+    the package, the device has decided whether lists of this size pay (`lists.chosen`), from a sample of tiles; in a
+    traced graph `tokens_per_tile` is then `None`.
     """
 
-    tokens_per_tile: int
+    tokens_per_tile: int | None
     shape: tuple[int, int, int, int]  # B, S, G, K
     S_kv: int
     heads_per_group: int
@@ -83,14 +85,20 @@ def plan(
         tokens_per_tile = validation.at_least("tokens_per_tile", tokens_per_tile, 1)
     config = SparseAttentionConfig(tokens_per_tile=tokens_per_tile)
     name = validation.backend_name(backend)
+    dispatch.check_name("backend", name)
     call = validation.lists(
         indices, shape, heads_per_group, causal=causal, q_positions=q_positions, topk_length=topk_length
     )
-    problem, device = call.problem, indices.device
-    tokens, decide = dispatch.grouping(problem, device.type, env.capability(device), name, config)
-    lists = None
-    if tokens > 1 and not problem.is_empty:
-        lists = _made(indices, q_positions, topk_length, shape, heads_per_group, causal, tokens, decide, name)
+    problem, device, lists = call.problem, indices.device, None
+    bounds = (indices, q_positions, topk_length, list(shape), heads_per_group, causal)
+    tokens, decide = tokens_per_tile, False
+    # What the device can do is no part of a graph: the ops look, when they are traced and when they run.
+    if not torch.compiler.is_compiling():
+        tokens, decide = dispatch.grouping(problem, device.type, env.capability(device), name, config)
+    if tokens is None and not problem.is_empty:
+        lists = Lists(*autograd.lists_op(*bounds, config.encode(), name))
+    elif tokens is not None and tokens > 1 and not problem.is_empty:
+        lists = _made(*bounds, tokens, decide, name)
     return TokenPlan(
         tokens, (problem.B, problem.S, problem.G, problem.K), problem.S_kv, problem.heads_per_group, causal,
         topk_length is not None, q_positions is not None, device, lists,
@@ -98,11 +106,11 @@ def plan(
 
 
 def _made(
-    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: tuple[int, ...], heads: int,
+    indices: Tensor, q_positions: Tensor | None, topk_length: Tensor | None, kv_shape: list[int], heads: int,
     causal: bool, tokens: int, decide: bool, backend: str,
 ) -> Lists:  # fmt: skip
     rows, bits, lengths, chosen = autograd.plan_op(
-        indices, q_positions, topk_length, list(kv_shape), heads, causal, tokens, decide, backend
+        indices, q_positions, topk_length, kv_shape, heads, causal, tokens, decide, backend
     )
     return Lists(rows, bits, lengths, chosen if decide else None)
 
@@ -116,14 +124,14 @@ def lists_for(
     # The check of the call itself names what is wrong with it.
     if wished.tokens_per_tile == 1 or 0 in (*q.shape, *kv.shape, *indices.shape) or kv.dim() < 3:
         return NO_LISTS
-    heads, shape = q.shape[-2] // kv.shape[-2], tuple(kv.shape)
+    heads, shape = q.shape[-2] // kv.shape[-2], list(kv.shape)
     try:
         tokens, decide = wished.tokens_per_tile, False
         if tokens is None:
             if torch.compiler.is_compiling():
                 # What the device can do is no part of a graph: the op looks, when it is traced and when it runs.
                 return autograd.lists_op(
-                    indices, q_positions, topk_length, list(shape), heads, causal, wished.encode(), backend
+                    indices, q_positions, topk_length, shape, heads, causal, wished.encode(), backend
                 )
             tokens, decide = autograd.group_size(
                 indices, q_positions, topk_length, shape, heads, causal, wished, backend

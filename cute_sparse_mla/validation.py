@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
@@ -120,6 +121,7 @@ def _scale_tensor(sm_scale: Tensor) -> None:
         raise ArgumentTypeError("sm_scale", SCALE_RULE, f"a tensor of shape {list(sm_scale.shape)}, {sm_scale.dtype}")
     if sm_scale.requires_grad:
         raise ArgumentTypeError("sm_scale", f"{SCALE_RULE}; it gets no gradient", "a tensor that requires grad")
+    refuse_forward_mode(sm_scale)
 
 
 def scale_of(sm_scale: float | None, traced: Tensor | None, D: int) -> float:
@@ -216,8 +218,10 @@ def count(name: str, value: Any, high: int, limit: str) -> int:
 
 def capability(value: Any) -> tuple[int, int]:
     """A compute capability, `(major, minor)`."""
-    if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, int) for part in value):
+    if not isinstance(value, tuple) or len(value) != 2 or not all(type(part) is int for part in value):
         raise ArgumentTypeError("capability", "must be (major, minor), two ints", repr(value))
+    if min(value) < 0:
+        raise ArgumentValueError("capability", "must be (major, minor), two ints of at least 0", repr(value))
     return value
 
 
@@ -284,6 +288,19 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedError("forward-mode automatic differentiation is not supported; use reverse mode (backward)")
+
+
+def refuse_function_transforms(*tensors: Tensor | None) -> None:
+    """Torch refuses them with the name of an autograd.Function that no caller has written."""
+    if torch.compiler.is_compiling() or not (torch._C._are_functorch_transforms_active() and torch.is_grad_enabled()):
+        return
+    for tensor in tensors:
+        while tensor is not None and functorch.is_batchedtensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+        if tensor is not None and functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            raise UnsupportedError(
+                "gradients by torch.func (grad, vjp, jacrev) are not supported; use torch.autograd.grad or backward"
+            )
 
 
 # -- one line per tensor and property ------------------------------------------------------------------------------

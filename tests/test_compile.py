@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cute_sparse_mla
 from bench.cases import Case
-from cute_sparse_mla import autograd, dispatch
+from cute_sparse_mla import autograd, compat, dispatch, env
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs
 
@@ -80,17 +80,72 @@ def test_errors_of_arguments_keep_their_text() -> None:
         compiled(i.q, i.kv, i.indices, d_v=i.d_v, sm_scale=True)
 
 
-def test_a_plan_can_be_made_inside_a_graph() -> None:
-    i = case_for("cpu").inputs()
-    options = dict(i.options, d_v=i.d_v)
+@pytest.mark.parametrize(("call", "argument"), [
+    (lambda i: cute_sparse_mla.sparse_mla(i.q[0, 0], i.kv, i.indices), "q"),
+    (lambda i: cute_sparse_mla.sparse_mla(i.q, i.kv, i.indices, d_v=25), "d_v"),
+    (lambda i: cute_sparse_mla.plan(i.indices[:, :, 0], i.kv.shape, 2), "indices"),
+    (lambda i: compat.sparse_attention(i.q, i.kv[0], i.indices, 0.1, 16), "kv"),
+    (lambda i: compat.sparse_mla_bwd(i.q, i.kv, i.q, i.q, i.indices, i.attn_sink), "lse"),
+])  # fmt: skip
+def test_errors_about_shapes_reach_the_caller(call: Callable[[Inputs], Any], argument: str) -> None:
+    """Where sizes are symbols, of which a traced function cannot make a text."""
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    with pytest.raises(Exception, match=rf"ArgumentValueError\('{argument}', "):
+        compiled(SMALL.inputs())
+
+
+def planned_step(q: Tensor, kv: Tensor, indices: Tensor, options: dict, tokens: int | None = None) -> Tensor:
+    """A plan, and a call with it."""
     bounds = {name: options[name] for name in ("causal", "q_positions", "topk_length")}
+    plan = cute_sparse_mla.plan(
+        indices, kv.shape, heads_per_group=q.shape[-2] // kv.shape[-2], tokens_per_tile=tokens, **bounds
+    )
+    return cute_sparse_mla.sparse_mla(q, kv, indices, plan=plan, **options)
 
-    def step(q: Tensor, kv: Tensor, indices: Tensor) -> Tensor:
-        plan = cute_sparse_mla.plan(indices, kv.shape, heads_per_group=q.shape[-2] // kv.shape[-2], **bounds)
-        return cute_sparse_mla.sparse_mla(q, kv, indices, plan=plan, **options)
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(i.q, i.kv, i.indices), step(i.q, i.kv, i.indices))
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_plan_can_be_made_inside_a_graph(device: str) -> None:
+    """One graph for all lengths; on a GPU the device decides in it whether tokens are grouped."""
+    compiled = torch.compile(planned_step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in range(6):
+        i = case_for(device).but(S=6 + 3 * n, S_kv=11 + 5 * n, K=7 + n).inputs(seed=n, device=device)
+        options = dict(i.options, d_v=i.d_v)
+        assert torch.equal(compiled(i.q, i.kv, i.indices, options), planned_step(i.q, i.kv, i.indices, options))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("tokens", [None, 2])
+def test_a_plan_in_a_graph_asks_no_device(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
+    """On a machine that says it is a Hopper GPU the trace of a plan loads no kernels, whose code it could not take."""
+    monkeypatch.setattr(env, "capability", lambda device: (9, 0))
+    seen: list[list[str]] = []
+
+    def record(module: torch.fx.GraphModule, _: list) -> Callable:
+        seen.append([str(node.target) for node in module.graph.nodes if "sparse_mla." in str(node.target)])
+        return lambda *inputs: (torch.zeros(()),)
+
+    compiled = torch.compile(planned_step, fullgraph=True, dynamic=True, backend=record)
+    for n in range(3):
+        i = KERNELS.but(S=6 + n, S_kv=11 + n, K=7 + n).inputs(seed=n)
+        compiled(i.q, i.kv, i.indices, dict(i.options, d_v=i.d_v), tokens)
+    made = "lists" if tokens is None else "plan"
+    assert seen == [[f"cute_sparse_mla.{name}.default" for name in (made, "fwd")]]
+
+
+def test_a_plan_is_exported() -> None:
+    class Planned(torch.nn.Module):
+        def forward(self, q: Tensor, kv: Tensor, indices: Tensor) -> Tensor:
+            return planned_step(q, kv, indices, dict(causal=True, q_positions=None, topk_length=None, d_v=16))
+
+    def arguments(i: Inputs) -> tuple:
+        return i.q, i.kv, i.indices
+
+    S, S_kv, K = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("S", "S_kv", "K"))
+    program = torch.export.export(
+        Planned(), arguments(SMALL.inputs()), dynamic_shapes=({1: S}, {1: S_kv}, {1: S, 3: K}), strict=True
+    )
+    given = arguments(SMALL.but(S=9, S_kv=31, K=5).inputs(seed=1))
+    assert torch.equal(program.module()(*given), Planned()(*given))
 
 
 def test_a_config_can_be_an_argument_of_a_graph() -> None:

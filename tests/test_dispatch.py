@@ -252,6 +252,13 @@ def test_explain_on_behalf_of_a_gpu(model: Any, capability: tuple[int, int], ker
         assert str(refused).startswith("cannot run: backend 'sm90' needs compute capability 9.x")
 
 
+@pytest.mark.parametrize("capability", [(9,), 9, "9.0", [9, 0], (9.0, 0), (True, 0), (-1, 0), (9, -1)])
+def test_what_is_no_compute_capability_is_reported(capability: Any) -> None:
+    i = BASE.inputs()
+    answer = cute_sparse_mla.explain(i.q, i.kv, i.indices, capability=capability)
+    assert not answer.ok and answer.reason.startswith("capability: must be (major, minor), two ints")
+
+
 def test_explain_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("explain must not run anything")

@@ -115,6 +115,17 @@ def test_nothing_is_copied_that_need_not_be(packages: Any) -> None:
     assert packages("cudnn").pointers == [tuple(t.data_ptr() for t in (i.q, i.kv, out, i.dout, i.indices))]
 
 
+def test_empty_calls_need_no_package(packages: Any) -> None:
+    for sizes in (dict(S=0), dict(S_kv=0), dict(K=0), dict(B=0, packed=False)):
+        i = CASE.but(**sizes).inputs()
+        q, kv = i.q.requires_grad_(), i.kv.requires_grad_()
+        out = cute_sparse_mla.sparse_mla(q, kv, i.indices, **GLUED)
+        out.sum().backward()
+        assert out.shape == (*q.shape[:-1], 512) and not out.any()
+        assert q.grad is not None and kv.grad is not None and not q.grad.any() and not kv.grad.any()
+    assert packages("flash_mla").seen == []
+
+
 def test_int64_rows_never_wrap(packages: Any) -> None:
     i = CASE.inputs()
     rows = i.indices.long()

@@ -48,6 +48,53 @@ def test_forward_mode_is_refused() -> None:
         call(i.q)
 
 
+@pytest.mark.parametrize("name", ["q", "out", "dout", "lse", "dlse", "dkv", "sm_scale"])
+def test_forward_mode_through_a_backward_is_refused(name: str) -> None:
+    """Through any tensor of the call that could carry a derivative."""
+    i = CASE.inputs(seed=2)
+    out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v)
+    given = dict(q=i.q, kv=i.kv, out=out, dout=i.dout, indices=i.indices, lse=lse, dlse=torch.zeros_like(lse))
+    given |= dict(dkv=torch.zeros(i.kv.shape), sm_scale=torch.tensor(0.1))
+    with forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(cute_sparse_mla.UnsupportedError, match="forward-mode"):
+            cute_sparse_mla.bwd(**given)
+
+
+def test_function_transforms() -> None:
+    """Gradients by torch.func are refused by name; calls without gradients, frozen ones and vmap work."""
+    i = CASE.inputs(seed=2)
+
+    def call(q: Tensor, kv: Tensor = i.kv, indices: Tensor = i.indices) -> Tensor:
+        return cute_sparse_mla.sparse_mla(q, kv, indices, d_v=i.d_v)
+
+    def mapped(q: Tensor) -> Tensor:
+        return torch.vmap(call)(q, i.kv, i.indices)
+
+    for function in (call, mapped):
+        with pytest.raises(
+            cute_sparse_mla.UnsupportedError, match=r"torch.func \(grad, vjp, jacrev\).*use torch.autogr"
+        ):
+            torch.func.grad(lambda q, f=function: f(q).float().sum())(i.q)
+    want, weight = call(i.q), torch.tensor(2.0)
+    total = want.float().sum()
+    assert torch.equal(torch.func.grad(lambda x: call(i.q).float().sum() * x)(weight), total)
+
+    def detached(q: Tensor) -> Tensor:
+        with torch.no_grad():
+            value = call(q).float().sum()
+        return (value + call(q.detach()).float().sum()) * weight * q.flatten()[0].float()
+
+    assert torch.func.grad(detached)(i.q).flatten()[0] == (4 * total).to(i.q.dtype)
+    assert torch.equal(mapped(i.q), want)
+    q, sink = i.q.clone().requires_grad_(), torch.zeros(i.q.shape[-2], requires_grad=True)
+    vmapped = torch.vmap(lambda *tensors: cute_sparse_mla.sparse_mla(*tensors, d_v=i.d_v, attn_sink=sink))
+    got = torch.autograd.grad(vmapped(q, i.kv, i.indices), (q, sink), i.dout)
+    explicit = cute_sparse_mla.sparse_mla(q, i.kv, i.indices, d_v=i.d_v, attn_sink=sink)
+    for mine, other in zip(got, torch.autograd.grad(explicit, (q, sink), i.dout), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_scales_do_not_break_a_compiled_graph() -> None:
     i = CASE.inputs(seed=3)
 

@@ -18,7 +18,7 @@ def common_refusal(problem: Problem, config: SparseAttentionConfig, dtypes: tupl
     """Why no peer of this kind runs the problem, or an empty string."""
     if problem.G != 1:
         return f"{peer} takes one kv group, not {problem.G}"
-    if problem.B != 1:
+    if problem.B > 1:
         return f"{peer} takes packed calls or B = 1, not B = {problem.B}: pack the batch, or call once per entry"
     if problem.dtype not in dtypes:
         return f"{peer} takes {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {problem.dtype}"
