@@ -305,7 +305,7 @@ def explain(
         backward = _explained_backward(asked, choice)
     except SparseMLAError as error:
         return Explanation(False, str(error), error=error)
-    row = f"{choice.row.reason} ({choice.row.figure})"
+    row = f"{choice.row.reason} (measured: {choice.row.figure})"
     groups = dispatch.describe_groups(choice, call.problem)
     return Explanation(
         True, choice.reason, call.problem, choice.backend, choice.config, row, groups, choice.warning, backward=backward

@@ -74,7 +74,7 @@ EXTERNAL_BACKENDS = (
         "pip install git+https://github.com/deepseek-ai/FlashMLA", has_backward=False,
     ),
     ExternalBackend(
-        "cudnn", "9.0, 10.0 or 10.3", _either_architecture, "cudnn", f"pip install '{env.PACKAGE}[cudnn]'",
+        "cudnn", "9.0, 10.0 or 10.3", _either_architecture, "cudnn", env.install_command("cudnn"),
         has_backward=True,
     ),
 )  # fmt: skip
@@ -262,7 +262,7 @@ def _require_kernels(name: str, problem: Problem) -> None:
         raise UnsupportedError(f"this version has no {name} kernels; backend='{REFERENCE}' runs anywhere")
     if not env.is_installed(backend.requires):
         raise MissingDependencyError(
-            f"the {name} kernels need the package '{backend.requires}': pip install '{env.PACKAGE}[{backend.extra}]'"
+            f"the {name} kernels need the package '{backend.requires}': {env.install_command(backend.extra)}"
         )
 
 

@@ -90,13 +90,18 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def install_command(extra: str) -> str:
+    """What brings an optional dependency, to an installed package and to a checkout."""
+    return f"pip install '{PACKAGE}[{extra}]', in a checkout pip install -e '.[{extra}]'"
+
+
 def require_release(kernels: str, package: str, tested: tuple[str, ...], extra: str) -> None:
     """Raise `MissingDependencyError` unless `package` is there in a release that these kernels were tested with."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise MissingDependencyError(
-            f"the {kernels} kernels need {package} {tested[-1]}: pip install '{PACKAGE}[{extra}]'"
+            f"the {kernels} kernels need {package} {tested[-1]}: {install_command(extra)}"
         ) from None
     if version.split("+")[0] not in tested:
         raise MissingDependencyError(

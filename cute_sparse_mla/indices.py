@@ -62,7 +62,7 @@ def document_starts(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def _document_of(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     # right=True steps over empty documents: the last one that starts at or before the position holds it.
-    found = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype).contiguous(), right=True) - 1
+    found = torch.searchsorted(cu_seqlens.contiguous(), positions.to(cu_seqlens.dtype).contiguous(), right=True) - 1
     # Rows at or past the last entry are padding behind the documents, and stand together as one more.
     return found.clamp_(0, cu_seqlens.numel() - 1)
 

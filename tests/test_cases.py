@@ -66,7 +66,8 @@ KINDS = {
     "stream": "test_cases::test_a_side_stream test_hopper_kernels::test_graph_replay "
     "test_hopper_kernels::test_graph_replay_of_a_training_step",
     "import": "test_install::test_import_is_light test_install::test_fork_after_import "
-    "test_install::test_import_works_without_any_optional_dependency",
+    "test_install::test_import_works_without_any_optional_dependency "
+    "test_install::test_every_combination_of_missing_packages",
     "strides": "test_validation::test_strides_give_the_same_bits test_hopper_kernels::test_strides_give_the_same_bits "
     "test_sm100_forward::test_strided_tensors_are_read_in_place",
     "empty": "test_cases::test_nothing_to_do test_dispatch::test_empty_calls",

@@ -246,3 +246,10 @@ def test_union_ratios(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert indices.union_ratios(same, 20, groups=(8,)) == {8: 1.0}
     apart = torch.arange(48).view(8, 6)
     assert indices.union_ratios(apart, 48, groups=(8,)) == {8: 8.0}
+
+
+def test_strided_cu_seqlens_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    """Every second entry of a tensor, read as it is."""
+    ends = torch.tensor([0, 9, 3, 9, 8, 9], dtype=torch.int32)[::2]
+    starts = indices.document_starts(torch.arange(8, dtype=torch.int32), ends)
+    assert starts.tolist() == [0] * 3 + [3] * 5 and len(recwarn) == 0

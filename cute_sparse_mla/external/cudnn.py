@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import env
 from ..config import SparseAttentionConfig
 from ..errors import MissingDependencyError
 from ..problem import FORWARD, KERNEL_DTYPES, Problem
@@ -80,7 +81,7 @@ def _dsa() -> Any:
     if not hasattr(module, "DSA"):
         raise MissingDependencyError(
             "module cudnn has no DSA namespace, which nvidia-cudnn-frontend has from 1.32 on: "
-            "pip install 'cute_sparse_mla[cudnn]'"
+            + env.install_command("cudnn")
         )
     return module.DSA
 
