@@ -281,6 +281,7 @@ class GatheredKV:
         _is_split(split)
         validation.tensors(kv=kv)
         validation.refuse_forward_mode(kv)
+        validation.refuse_function_transforms(kv)
         validation.dtype_of("kv", kv.dtype, KERNEL_DTYPES)
         if kv.dim() not in (3, 4):
             raise ArgumentValueError("kv", "must be [B, S_kv, G, D] or [T_kv, G, D] of this rank", list(kv.shape))
@@ -429,6 +430,7 @@ def sparse_mla(
     validation.flag("return_lse", return_lse)
     validation.tensors(("attn_sink",), q=q, attn_sink=attn_sink)
     validation.refuse_forward_mode(q, attn_sink)
+    validation.refuse_function_transforms(q, attn_sink)
     options = _with_positions(q, split, options)
     gathered = _gathered(kv, split)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, gathered.part, attn_sink)):

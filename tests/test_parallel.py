@@ -290,6 +290,17 @@ def test_forward_mode_is_refused(one_rank: None) -> None:
                 call()
 
 
+def test_gradients_by_torch_func_are_refused(one_rank: None) -> None:
+    i, _, options = small_call(7)
+
+    def loss(q: Tensor, kv: Tensor) -> Tensor:
+        return parallel.sparse_mla(q, kv, i.indices, **options).float().sum()
+
+    for argument in (0, 1):
+        with pytest.raises(UnsupportedError, match=r"torch.func \(grad, vjp, jacrev\) are not supported"):
+            torch.func.grad(loss, argnums=argument)(i.q, i.kv)
+
+
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
