@@ -7,6 +7,10 @@ of the shorter gives prologue and epilogue, the difference of both the time of a
 
 CTAs run in waves of as many as fit the chip. A last, partial wave has the paths that all SMs share to itself. A launch
 whose time does not depend on the step streams its operands: it is no faster than its bytes through DRAM.
+
+CTAs that go over tiles are one wave. A third recording, with more tiles a CTA, tells what a tile takes beside the end
+of the one before and the start of the next. CTAs with one tile more than the others have the shared paths to themselves
+in it.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ class Prediction:
     milliseconds: float
     limiter: str
     savings: dict[str, float] = field(default_factory=dict)
+    # Of the CTAs that have most.
+    tiles_per_cta: int = 1
 
 
 @dataclass
@@ -63,6 +69,47 @@ class Pair:
     longer: Trace
     steps: float
     more: float
+
+
+@dataclass(frozen=True)
+class TileClocks:
+    """Clocks of a CTA's first `recorded` tiles, of a tile more, and of a step more in a tile."""
+
+    first: float
+    tile: float
+    step: float
+    recorded: int
+
+    def of_tile(self, more: float) -> float:
+        """A tile, with so many steps more than recorded."""
+        return self.tile + more * self.step
+
+    def total(self, tiles: int, more: float) -> float:
+        """All of a CTA's tiles, each with so many steps more than recorded."""
+        return self.first + self.recorded * more * self.step + (tiles - self.recorded) * self.of_tile(more)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A launch whose CTAs go over tiles, recorded with one CTA: `tiles` of them, `more_tiles`, or `steps` more in each.
+
+    `more` is the steps that the real one adds to each tile of `shorter`.
+    """
+
+    shorter: Trace
+    another: Trace
+    longer: Trace
+    tiles: int
+    more_tiles: int
+    steps: float
+    more: float = 0.0
+
+    def clocks(self, chip: Chip, memory: Memory, copies: int = 1) -> TileClocks:
+        first, another, longer = (
+            replay(trace, chip, memory, copies).clocks for trace in (self.shorter, self.another, self.longer)
+        )
+        tile, step = (another - first) / self.more_tiles, (longer - first) / self.tiles / self.steps
+        return TileClocks(first, tile, step, self.tiles)
 
 
 def memory_of(chip: Chip, footprint: Footprint, active: int | None = None) -> Memory:
@@ -145,18 +192,14 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
     """Predicted time of a launch of `ctas` CTAs. `explain=False` leaves the limiter out, which needs ten replays."""
     footprint = footprint or Footprint()
     trace = pair.shorter
-    cluster = trace.ctas_per_cluster
-    resident = ctas_per_sm(trace, chip)
-    copies = min(resident, MOST_COPIES) if cluster == 1 else 1
+    cluster, resident, copies = _occupancy(trace, chip)
     memory = memory_of(chip, footprint)
     first, step = cta_clocks(pair, chip, memory, copies)
     per_wave = int(chip["sms"]) // cluster * resident
     full, rest = divmod(math.ceil(ctas / cluster), per_wave)
     clocks = full * (first + pair.more * step + chip["cta_start"])
     if rest:
-        # CTAs spread over the SMs before they share one.
-        active = min(rest * cluster, int(chip["sms"]))
-        together = min(copies, math.ceil(rest * cluster / active))
+        active, together = _spread(rest, cluster, copies, chip)
         last = cta_clocks(pair, chip, memory_of(chip, footprint, active), together)
         clocks += last[0] + pair.more * last[1] + chip["cta_start"]
     milliseconds = clocks / chip["clock"] / 1e6
@@ -181,6 +224,55 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
         limiter,
         saved,
     )
+
+
+def predict_tiles(
+    found: Tiles, chip: Chip, ctas: int, tiles: int, footprint: Footprint, explain: bool = True
+) -> Prediction:
+    """Predicted time of a launch whose `ctas` CTAs, all on the chip at a time, go over so many tiles."""
+    trace = found.shorter
+    cluster, resident, copies = _occupancy(trace, chip)
+    clusters = math.ceil(ctas / cluster)
+    if clusters > int(chip["sms"]) // cluster * resident:
+        raise ValueError(f"{ctas} CTAs of {trace.launch.kernel} do not fit {chip.name}: {resident} fit an SM")
+    active, together = _spread(clusters, cluster, copies, chip)
+    memory = memory_of(chip, footprint, active)
+    clocks = found.clocks(chip, memory, together)
+    most = math.ceil(tiles / clusters)
+    total = clocks.total(most, found.more) + chip["cta_start"]
+    rest = tiles % clusters
+    if rest and most > 1:
+        active, together = _spread(rest, cluster, copies, chip)
+        last = found.clocks(chip, memory_of(chip, footprint, active), together)
+        total += last.of_tile(found.more) - clocks.of_tile(found.more)
+    saved = savings(found.longer, chip, memory) if explain else {}
+    return Prediction(
+        trace.launch.kernel,
+        trace.launch.sha256,
+        chip.name,
+        ctas,
+        resident,
+        1,
+        clocks.tile,
+        clocks.step,
+        total / chip["clock"] / 1e6 + chip["launch"] / 1e3,
+        next(iter(saved), ""),
+        saved,
+        most,
+    )
+
+
+def _occupancy(trace: Trace, chip: Chip) -> tuple[int, int, int]:
+    """(CTAs of a cluster, CTAs that fit an SM, copies of them to replay)."""
+    cluster = trace.ctas_per_cluster
+    resident = ctas_per_sm(trace, chip)
+    return cluster, resident, min(resident, MOST_COPIES) if cluster == 1 else 1
+
+
+def _spread(clusters: int, cluster: int, copies: int, chip: Chip) -> tuple[int, int]:
+    """(SMs that work, copies on each) of so many clusters: CTAs spread over the SMs before they share one."""
+    active = min(clusters * cluster, int(chip["sms"]))
+    return active, min(copies, math.ceil(clusters * cluster / active))
 
 
 def busy_shares(trace: Trace, chip: Chip, memory: Memory) -> Counter:

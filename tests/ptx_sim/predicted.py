@@ -1,8 +1,10 @@
 """Predicted beside published and measured times of whole calls: `python -m tests.ptx_sim predicted`.
 
 Every kernel is captured at three small sizes (for its grid as a function of tokens and rows) and recorded with two
-numbers of slots. One table of constants (`rates.py`) serves all rows. Those marked `fit` were looked at when its FIT
-figures were chosen: the forwards. The backwards judge.
+numbers of slots. A launch whose grid is smaller on a GPU of one multiprocessor has CTAs that go over tiles: it is
+recorded there, for a CTA of several, and its grid on a GPU of many is the number of tiles. One table of constants
+(`rates.py`) serves all rows. Those marked `fit` were looked at when its FIT figures were chosen: the forwards. The
+backwards judge.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ import functools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from .launch import Launch
-from .predict import Footprint, Pair, Prediction, predict
+from .predict import Footprint, Pair, Prediction, Tiles, predict, predict_tiles
 from .published import wheel_times
 from .rates import CHIPS, Chip
-from .trace import Trace, record
+from .trace import record
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = tuple(ROOT / "bench" / "results" / name for name in ("h200.jsonl", "groups.jsonl"))
@@ -32,6 +34,8 @@ OUT = ROOT / "bench" / "results" / "predicted.jsonl"
 # Small problems: tokens, rows, and the two numbers of slots that are recorded.
 TOKENS, ROWS = 64, 1024
 SLOTS = (512, 768)
+# Multiprocessors of a GPU on which every tile of them has a CTA, and tokens for a GPU of one.
+MANY, TILE_TOKENS = 1024, (2, 3)
 PUBLISHED_GB200 = "published by the kernels' authors, GB200"
 MEASURED_H200 = "measured on an H200"
 GB200_TIMES = wheel_times()
@@ -104,11 +108,24 @@ def _single(row: dict) -> bool:
 
 
 def capture(
-    kernels: str, heads: int, dim: int, slots: int, tokens: int, rows: int, in_order: bool = False
+    kernels: str,
+    heads: int,
+    dim: int,
+    slots: int,
+    tokens: int,
+    rows: int = ROWS,
+    in_order: bool = False,
+    multiprocessors: int = MANY,
 ) -> list[Launch]:
-    """The launches of a call, not run; `in_order`: with the rows of each token in rising order first."""
+    """The launches of a call, not run; `in_order`: with the rows of each token in rising order first.
+
+    Only the project's kernels ask for the number of multiprocessors.
+    """
     if kernels.startswith("project"):
-        return _capture_project(kernels, heads, dim, slots, tokens, rows, in_order)
+        from cute_sparse_mla import env
+
+        with mock.patch.object(env, "multiprocessors", lambda device: multiprocessors):
+            return _capture_project(kernels, heads, dim, slots, tokens, rows, in_order)
     from . import foreign_dsa
 
     foreign_dsa.capture_cute.prepare()
@@ -158,14 +175,18 @@ def _ctas(launch: Launch) -> int:
 
 @dataclass
 class Kernels:
-    """The recorded launches of a call: traces at both numbers of slots, and CTAs at three sizes."""
+    """The recorded launches of a call, and of each its CTAs, or tiles, at three sizes.
 
-    traces: list[tuple[Trace, Trace]]
-    ctas: list[tuple[int, int, int]]
+    `ctas`: of a launch whose CTAs go over tiles, those of a GPU of one multiprocessor.
+    """
+
+    traces: list[Pair | Tiles]
+    grids: list[tuple[int, int, int]]
+    ctas: list[int]
 
     def grid(self, number: int, tokens: int, rows: int) -> int:
-        """CTAs of a launch at a problem size: linear in tokens and in rows."""
-        base, more_tokens, more_rows = self.ctas[number]
+        """CTAs, or tiles, of a launch at a problem size: linear in tokens and in rows."""
+        base, more_tokens, more_rows = self.grids[number]
         scaled = base + (more_tokens - base) * (tokens / TOKENS - 1) + (more_rows - base) * (rows / ROWS - 1)
         return max(1, math.ceil(scaled))
 
@@ -173,14 +194,27 @@ class Kernels:
 @functools.lru_cache(maxsize=4)
 def recorded(kernels: str, heads: int, dim: int, in_order: bool = False) -> Kernels:
     """Record the launches of a call on small problems."""
-    shorter, longer = (capture(kernels, heads, dim, slots, TOKENS, ROWS, in_order) for slots in SLOTS)
-    sizes = [shorter]
-    for tokens, rows in ((2 * TOKENS, ROWS), (TOKENS, 2 * ROWS)):
-        sizes.append(capture(kernels, heads, dim, SLOTS[0], tokens, rows, in_order))
-    return Kernels(
-        [(record(a, 1), record(b, 1)) for a, b in zip(shorter, longer, strict=True)],
-        [tuple(_ctas(launch) for launch in launches) for launches in zip(*sizes, strict=True)],
-    )
+
+    def captured(slots: int, tokens: int, rows: int = ROWS, multiprocessors: int = MANY) -> list[Launch]:
+        return capture(kernels, heads, dim, slots, tokens, rows, in_order, multiprocessors)
+
+    steps = SLOTS[1] - SLOTS[0]
+    short, long = (captured(slots, TOKENS) for slots in SLOTS)
+    sizes = short, captured(SLOTS[0], 2 * TOKENS), captured(SLOTS[0], TOKENS, 2 * ROWS)
+    grids = [tuple(_ctas(launch) for launch in launches) for launches in zip(*sizes, strict=True)]
+    ctas = [_ctas(launch) for launch in captured(SLOTS[0], TOKENS, multiprocessors=1)]
+    found = Kernels([], grids, ctas)
+    few, more = TILE_TOKENS
+    longer = ((SLOTS[0], few), (SLOTS[0], more), (SLOTS[1], few))
+    alone = [captured(*size, multiprocessors=1) for size in longer] if ctas != [grid[0] for grid in grids] else []
+    for number, (a, b) in enumerate(zip(short, long, strict=True)):
+        if ctas[number] == grids[number][0]:
+            found.traces.append(Pair(record(a, 1), record(b, 1), steps, 0.0))
+            continue
+        tiles, more_tiles = (found.grid(number, tokens, ROWS) // ctas[number] for tokens in TILE_TOKENS)
+        traces = (record(launches[number], 1) for launches in alone)
+        found.traces.append(Tiles(*traces, tiles, more_tiles - tiles, steps))
+    return found
 
 
 def _in_order(row: Row) -> bool:
@@ -214,10 +248,14 @@ def predict_row(row: Row, explain: bool = True) -> list[Prediction]:
     known_hits = hits_in_order(row, chip) if in_order else 0.0
     footprint = Footprint(row.rows * row.D * 2 / 1e6, row.rows * row.D * 4 / 1e6, known_hits)
     out = []
-    for number, (shorter, longer) in enumerate(found.traces):
-        pair = Pair(shorter, longer, SLOTS[1] - SLOTS[0], row.K - SLOTS[0])
-        ctas = found.grid(number, row.tokens, row.rows)
-        out.append(predict(pair, chip, ctas, footprint, explain))
+    more = row.K - SLOTS[0]
+    for number, traces in enumerate(found.traces):
+        grid = found.grid(number, row.tokens, row.rows)
+        if isinstance(traces, Tiles):
+            ctas = min(grid, int(chip["sms"]) * found.ctas[number])
+            out.append(predict_tiles(replace(traces, more=more), chip, ctas, grid, footprint, explain))
+        else:
+            out.append(predict(replace(traces, more=more), chip, grid, footprint, explain))
     return out
 
 
@@ -240,6 +278,7 @@ def line(row: Row, predictions: list[Prediction]) -> dict:
                 "ctas": p.ctas,
                 "ctas_per_sm": p.ctas_per_sm,
                 "waves": p.waves,
+                "tiles_per_cta": p.tiles_per_cta,
                 "clocks_of_512_slots": round(p.fixed_clocks),
                 "clocks_per_slot": round(p.step_clocks, 2),
                 "predicted_ms": round(p.milliseconds, 3),

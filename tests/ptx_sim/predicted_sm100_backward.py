@@ -23,12 +23,12 @@ from dataclasses import asdict, replace
 import torch
 
 from .launch import Launch
-from .predict import Footprint, Pair, memory_of, predict, savings
+from .predict import Footprint, Pair, TileClocks, Tiles, memory_of, predict, savings
 from .predicted import ROOT, Row, predict_row
 from .predicted_sm100 import D_V, ROWS, TILES, TOKENS, Shape, ctas, footprint, published, write_lines
 from .published import contract_times
 from .rates import GB200
-from .replay import Memory, replay
+from .replay import Memory
 from .trace import Trace, record
 
 OUT = ROOT / "bench" / "results" / "sm100_predicted_backward.jsonl"
@@ -92,23 +92,21 @@ def _recorded(shape: Shape, deterministic: bool) -> tuple[Trace, dict[tuple[int,
 @functools.cache
 def clocks(
     shape: Shape, gather_mb: float, adds_mb: float, deterministic: bool = False, active: int | None = None
-) -> tuple[float, float, float]:
-    """(clocks of two tiles of `SLOTS` slots, of a tile more, of a block more in a tile) of the main kernel."""
+) -> TileClocks:
+    """Of the main kernel; a step is a block."""
     _, traces = recorded(shape, deterministic)
     return tile_clocks(traces, memory_of(GB200, Footprint(gather_mb, adds_mb), active))
 
 
-def tile_clocks(traces: dict[tuple[int, int], Trace], memory: Memory) -> tuple[float, float, float]:
+def tile_clocks(traces: dict[tuple[int, int], Trace], memory: Memory) -> TileClocks:
     """The same of a persistent kernel recorded in `SIZES`."""
-    first, tile, block = (replay(traces[size], GB200, memory).clocks for size in SIZES)
-    return first, tile - first, (block - first) / TILES[0] / ((MORE_SLOTS - SLOTS) / BLOCK)
+    found = Tiles(*(traces[size] for size in SIZES), TILES[0], TILES[1] - TILES[0], (MORE_SLOTS - SLOTS) / BLOCK)
+    return found.clocks(GB200, memory)
 
 
-def launch_milliseconds(clocks: tuple[float, float, float], tiles: int, slots: float) -> float:
+def launch_milliseconds(clocks: TileClocks, tiles: int, slots: float) -> float:
     """A launch whose longest cluster, which decides, has so many tiles of so many slots."""
-    first, tile, block = clocks
-    more = (slots - SLOTS) / BLOCK * block
-    total = first + TILES[0] * more + (tiles - TILES[0]) * (tile + more) + GB200["cta_start"]
+    total = clocks.total(tiles, (slots - SLOTS) / BLOCK) + GB200["cta_start"]
     return total / GB200["clock"] / 1e6 + GB200["launch"] / 1e3
 
 
@@ -193,7 +191,7 @@ def line(shape: Shape, tokens: int) -> dict:
     saved = limits(shape, *sizes)
     parts = [f(shape, tokens) for f in (main_milliseconds, values_milliseconds, torch_milliseconds)]
     ms = sum(parts)
-    _, tile, block = clocks(shape, *sizes)
+    main = clocks(shape, *sizes)
     values, traces = recorded(shape)
     return {
         "label": "predicted",
@@ -211,8 +209,8 @@ def line(shape: Shape, tokens: int) -> dict:
         "limiter": next(iter(saved)),
         "saved_if_twice_as_fast": {name: round(share, 3) for name, share in list(saved.items())[:4]},
         "ptx_sha256": [traces[TILES[0], SLOTS].launch.sha256, values.launch.sha256],
-        "clocks_per_tile": round(tile + (shape.K - SLOTS) / BLOCK * block),
-        "clocks_per_block": round(block),
+        "clocks_per_tile": round(main.of_tile((shape.K - SLOTS) / BLOCK)),
+        "clocks_per_block": round(main.step),
         "wheel": _wheel(shape, tokens, ms),
         "published": published(shape, tokens, ms, WHEEL_KERNELS, OTHERS_GB200),
     }

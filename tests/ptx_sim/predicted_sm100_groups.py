@@ -25,7 +25,7 @@ from cute_sparse_mla.models import MODELS, ModelShape
 from cute_sparse_mla.text_rows import TextRows, load_indexer, text_rows
 
 from .launch import Launch
-from .predict import Footprint, Pair, memory_of, predict
+from .predict import Footprint, Pair, TileClocks, memory_of, predict
 from .predicted import ROOT
 from .predicted_sm100 import D_V, ROWS, Shape
 from .predicted_sm100_backward import SIZES, launch_milliseconds, tile_clocks, torch_milliseconds, values_milliseconds
@@ -114,7 +114,7 @@ def _recorded(tile: Tile, backward: bool) -> dict[tuple[int, int], Trace]:
 
 
 @functools.cache
-def _clocks(tile: Tile, backward: bool, footprint: Footprint) -> tuple[float, float, float]:
+def _clocks(tile: Tile, backward: bool, footprint: Footprint) -> TileClocks:
     return tile_clocks(_recorded(tile, backward), memory_of(GB200, footprint))
 
 
