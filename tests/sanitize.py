@@ -42,6 +42,8 @@ BRIEF = ("--print-limit", "20", "--show-backtrace", "no")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 
 SMALL = Case(S=2, S_kv=150, H=16, K=130)
+SWEEP = SMALL.but(name="head sweep", S=1, K=65)
+HEADS = (*range(1, 17), 20, 22, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 100, 112, 120, 127, 128)
 CASES: dict[Case, int | None] = {  # tokens a tile
     SMALL.but(name="one head", H=1, K=1): 1,
     SMALL.but(name="24 heads fp16, holes", H=24, D=512, dtype=torch.float16, invalid="odd", sink="random"): 1,
@@ -52,6 +54,7 @@ CASES: dict[Case, int | None] = {  # tokens a tile
     SMALL.but(name="8 tokens a tile", S=11, H=8, causal=True, length="random", duplicates=True): 8,
     SMALL.but(name="the device decides", S=5, H=8, invalid="shuffled"): None,
     SMALL.but(name="rows in order", S_kv=23_000, invalid="tail"): 1,
+    SWEEP: 1,
 }
 
 
@@ -65,15 +68,16 @@ def on_device(inputs: Inputs) -> Inputs:
 
 
 def run_case(number: int) -> None:
-    """Forward and backward of a case."""
+    """Forward and backward of a case, of the sweep with each of its head counts."""
     case, tokens = list(CASES.items())[number]
-    i = on_device(case.inputs(number))
-    options: dict[str, Any] = dict(backend="sm90", config=SparseAttentionConfig(tokens_per_tile=tokens), **i.options)
-    out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **options)
-    results = cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, **options)
-    torch.cuda.synchronize()
-    # Judged on the CPU: read by a copy, not by a kernel.
-    assert all(bool(torch.isfinite(t.cpu()).all()) for t in (out, *results) if t is not None), case.name
+    for heads in HEADS if case is SWEEP else (case.H,):
+        i = on_device(case.but(H=heads).inputs(number))
+        options: dict[str, Any] = dict(backend="sm90", config=SparseAttentionConfig(tokens_per_tile=tokens))
+        out, lse = cute_sparse_mla.fwd(i.q, i.kv, i.indices, d_v=i.d_v, **options, **i.options)
+        results = cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, **options, **i.options)
+        torch.cuda.synchronize()
+        # Judged on the CPU: read by a copy, not by a kernel.
+        assert all(bool(torch.isfinite(t.cpu()).all()) for t in (out, *results) if t is not None), (case.name, heads)
 
 
 @dataclass
