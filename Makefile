@@ -19,7 +19,7 @@ RUN_READY := $(VENV)/.run-ready
 TEST_READY := $(VENV)/.test-ready
 endif
 
-.PHONY: help hopper-gpu install-matrix fuzz-h200 fuzz-sim load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
+.PHONY: help hopper-gpu full parallel-h200 install-matrix fuzz-h200 fuzz-sim load-h200 peer-suites-h200 check bench bench-pages pages test sentinel-h200
 .PHONY: sanitize-h200 sentinel-sim sim-races sync-mutants lint clean
 
 check: $(RUN_READY)  ## set up and run the main job on whatever this machine has
@@ -51,9 +51,16 @@ hopper-gpu: $(RUN_READY)
 	@$(PY) -c "import sys, torch; cuda = torch.cuda; \
 		sys.exit(not (cuda.is_available() and cuda.get_device_capability()[0] == 9) and 'needs a Hopper GPU')"
 
-sentinel-h200: hopper-gpu  ## the Hopper kernels' tests, on a Hopper GPU; NO_VENV=1 where pytest is at hand
-	$(PY) -m pytest tests/test_sentinel_heads.py tests/test_hopper_kernels.py tests/test_hopper_matrix.py \
-		tests/test_compile.py tests/test_compat.py $(ARGS)
+full: $(TEST_READY)  ## all that CI has no time for and this machine can run; rows in bench/results/full.jsonl
+	$(PY) -m tests.full $(ARGS)
+
+sentinel-h200: hopper-gpu  ## every test of the Hopper kernels, on a Hopper GPU; NO_VENV=1 where pytest is at hand
+	$(PY) -m pytest -m "sm90 and not multi_gpu" $(ARGS)
+
+parallel-h200: hopper-gpu  ## context parallelism on two Hopper GPUs: its tests, then its efficiency at 64k tokens
+	$(PY) -m pytest tests/test_parallel.py -m multi_gpu
+	$(PY) -m torch.distributed.run --nproc-per-node 2 -m bench.parallel --tokens 65536 \
+		--out bench/results/parallel.jsonl $(ARGS)
 
 sanitize-h200: hopper-gpu  ## compute-sanitizer over the Hopper kernels, on a Hopper GPU
 	$(PY) -m tests.sanitize $(ARGS)

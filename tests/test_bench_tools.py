@@ -16,8 +16,11 @@ import cute_sparse_mla
 from bench import cli, counters, gaps, tune
 from bench.harness import Run
 from bench.implementations import Ours
+from bench.report import read_jsonl
 from bench.shapes import plain_shape
 from cute_sparse_mla import config, env
+
+from . import full
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,3 +177,21 @@ with patch.object(subprocess, "Popen", lambda command, **options: started(("slee
         for _ in range(100):  # init may take a moment to collect it
             os.killpg(int(done.stdout), 0)
             time.sleep(0.1)
+
+
+def test_full_runs_parts_and_leaves_out_what_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(full, "PARTS", {"help": 0, "no-such-target": 0, "parallel-h200": 99})
+    out = tmp_path / "full.jsonl"
+    assert full.main(["--out", str(out)]) == 1
+    rows = read_jsonl(out)
+    assert [(row["part"], row["ok"]) for row in rows] == [("help", True), ("no-such-target", False)]
+    assert rows[0]["said"].startswith("clean") and "no-such-target" in rows[1]["said"]
+    assert "parallel-h200: left out, needs 99 Hopper GPUs" in capsys.readouterr().out
+    assert full.missing("parallel-h200", 99, None) == ""
+
+
+def test_the_parts_are_make_targets() -> None:
+    listed = subprocess.run(("make", "help"), cwd=full.ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(full.PARTS) <= {line.split()[0] for line in listed.splitlines()}
