@@ -27,7 +27,7 @@ from . import cli, plots, report, tables, timing
 from .suites import SUITES
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md", ROOT / "tests" / "ptx_sim" / "README.md")
 MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 

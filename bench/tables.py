@@ -35,7 +35,7 @@ class Results:
     measured: Sequence[Row]
     published: Sequence[Row]
     predicted: Sequence[Row]  # this package's SM100 kernels, forward and backward
-    known: Sequence[Row]  # others' kernels: measured or published beside predicted
+    known: Sequence[Row]  # calls measured or published, beside predicted
     peers: Sequence[Row]
     kernels: Sequence[Row]  # floors and variants of the Hopper kernels
     groups: Sequence[Row]  # token groups beside peers: `bench.groups`
@@ -441,6 +441,22 @@ def predicted_backward(r: Results) -> str:
     return _predicted(r, BWD)
 
 
+def predicted_known(r: Results) -> str:
+    """Per kernels, how far predictions are from what is known; a deviation is that of a ratio from 1."""
+    found: dict[tuple[str, str, bool, str], list[Row]] = {}
+    for row in r.known:
+        source = "published" if row["source"].startswith("published") else "measured"
+        found.setdefault((row["kernels"], row["chip"], row["used_for_fit"], source), []).append(row)
+    lines = []
+    for (kernels, chip, fit, source), rows in found.items():
+        ratios = [row["ratio"] for row in rows]
+        heads = ", ".join(map(str, sorted({row["heads"] for row in rows})))
+        deviation = sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
+        lines.append([f"{kernels}{' (fit)' if fit else ''}", heads, f"{chip}, {source}", str(len(rows)),
+                      f"{min(ratios):.2f} to {max(ratios):.2f}", f"{100 * deviation:.0f} %"])  # fmt: skip
+    return markdown(("kernels", "heads", "times", "rows", "predicted / known", "mean deviation"), lines)
+
+
 def predicted_groups(r: Results) -> str:
     """Predicted token groups that fill tiles of 64 rows."""
     lines = []
@@ -508,5 +524,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "models": models, "other-forms": other_forms, "peers": peers, "peers-short": peers_short,
     "deterministic": deterministic, "predicted-forward": predicted_forward,
     "predicted-backward": predicted_backward, "predicted-groups": predicted_groups,
+    "predicted-known": predicted_known,
     "measured-in": measured_in, "versions": versions,
 }  # fmt: skip

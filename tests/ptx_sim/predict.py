@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .rates import Chip, interpolate
 from .replay import Memory, replay
@@ -44,7 +45,10 @@ class Footprint:
 
 @dataclass
 class Prediction:
-    """Predicted figures of one launch. Clocks are per CTA (or cluster) of a full wave."""
+    """Predicted figures of one launch.
+
+    Clocks are per CTA (or cluster) of a full wave; where CTAs go over tiles, per tile.
+    """
 
     kernel: str
     sha256: str
@@ -211,25 +215,16 @@ def predict(pair: Pair, chip: Chip, ctas: int, footprint: Footprint | None = Non
     elif explain:
         saved = savings(pair.longer, chip, memory)
         limiter = next(iter(saved))
-    return Prediction(
-        trace.launch.kernel,
-        trace.launch.sha256,
-        chip.name,
-        ctas,
-        resident,
-        full + bool(rest),
-        first,
-        step,
-        milliseconds + chip["launch"] / 1e3,
-        limiter,
-        saved,
-    )
+    return _prediction(
+        trace, chip, ctas, waves=full + bool(rest), fixed_clocks=first, step_clocks=step, limiter=limiter,
+        milliseconds=milliseconds + chip["launch"] / 1e3, savings=saved,
+    )  # fmt: skip
 
 
 def predict_tiles(
     found: Tiles, chip: Chip, ctas: int, tiles: int, footprint: Footprint, explain: bool = True
 ) -> Prediction:
-    """Predicted time of a launch whose `ctas` CTAs, all on the chip at a time, go over so many tiles."""
+    """Predicted time of a launch whose `ctas` CTAs go over so many tiles; `ValueError` if they do not fit at a time."""
     trace = found.shorter
     cluster, resident, copies = _occupancy(trace, chip)
     clusters = math.ceil(ctas / cluster)
@@ -246,20 +241,15 @@ def predict_tiles(
         last = found.clocks(chip, memory_of(chip, footprint, active), together)
         total += last.of_tile(found.more) - clocks.of_tile(found.more)
     saved = savings(found.longer, chip, memory) if explain else {}
-    return Prediction(
-        trace.launch.kernel,
-        trace.launch.sha256,
-        chip.name,
-        ctas,
-        resident,
-        1,
-        clocks.tile,
-        clocks.step,
-        total / chip["clock"] / 1e6 + chip["launch"] / 1e3,
-        next(iter(saved), ""),
-        saved,
-        most,
-    )
+    return _prediction(
+        trace, chip, ctas, waves=1, fixed_clocks=clocks.tile, step_clocks=clocks.step, limiter=next(iter(saved), ""),
+        milliseconds=total / chip["clock"] / 1e6 + chip["launch"] / 1e3, savings=saved, tiles_per_cta=most,
+    )  # fmt: skip
+
+
+def _prediction(trace: Trace, chip: Chip, ctas: int, **found: Any) -> Prediction:
+    launch = trace.launch
+    return Prediction(launch.kernel, launch.sha256, chip.name, ctas, ctas_per_sm(trace, chip), **found)
 
 
 def _occupancy(trace: Trace, chip: Chip) -> tuple[int, int, int]:
