@@ -172,10 +172,10 @@ H200_CHIP = Chip(
         "adds_capacity": Figure(38, "MB", H200 + ": 16k rows still hit"),
         "cta_start": Figure(500, "clk", FIT),
     },
-    # FIT for the level: the middle of the project's forwards of 8, 64 and 128 heads, whose clocks differ by what they
-    # draw; on average over its run, prologue and last round included, that of 8 heads gathers rows of 1152 bytes at 6.1
-    # and 4.6 TB/s from 8k and 128k rows. The fall is H200: a forward by others gathers at 5.4, 4.5 and 3.8 TB/s from
-    # 8k, 32k and 128k rows; the first entry is 4k rows.
+    # FIT for the level: the middle of the project's forwards of 8, 64 and 128 heads (the first take 11 to 16 % less for
+    # the same predicted time, probably at higher clocks). On average over its run, prologue and last round included,
+    # that of 8 heads gathers rows of 1152 bytes at 6.1 and 4.6 TB/s from 8k and 128k rows. The fall is H200: a forward
+    # by others gathers at 5.4, 4.5 and 3.8 TB/s from 8k, 32k and 128k rows; the first entry is 4k rows.
     gather=((4.7, 7.5), (9.4, 7.1), (37.7, 6.0), (151, 5.1)),
     latency={kind: figure.value for kind, figure in LATENCY.items()},
 )
