@@ -68,12 +68,14 @@ sanitize-h200: hopper-gpu  ## compute-sanitizer over the Hopper kernels, on a Ho
 sentinel-sim: $(TEST_READY)  ## the Blackwell kernels' whole head sweep in the simulator, on a CPU (about 25 CPU minutes)
 	$(PY) -m pytest tests/sweep_sm100.py $(ARGS)
 
+# What the README lists as known misses: judged, counted apart, and explained case by case.
+KNOWN := --allow-cancelled-scores --allow-cancelled-gradients
 fuzz-h200: hopper-gpu  ## 20,000 random calls through the Hopper kernels, on a Hopper GPU
-	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(ARGS)
+	$(PY) -m tests.fuzz --target sm90 --cases 20000 --workers 14 $(KNOWN) $(ARGS)
 
 fuzz-sim: $(TEST_READY)  ## 1,000 through each kernels' simulation, on a CPU; stopped, it goes on where it was; ARGS='--workers N'
-	$(PY) -m tests.fuzz --target sim-sm100 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
-	$(PY) -m tests.fuzz --target sim-sm90 --cases 1000 --resume --out bench/results/fuzz.jsonl $(ARGS)
+	$(PY) -m tests.fuzz --target sim-sm100 --cases 1000 --resume --out bench/results/fuzz.jsonl $(KNOWN) $(ARGS)
+	$(PY) -m tests.fuzz --target sim-sm90 --cases 1000 --resume --out bench/results/fuzz.jsonl $(KNOWN) $(ARGS)
 
 peer-suites-h200: hopper-gpu  ## other implementations' test suites through the drop-ins: ARGS='--peer-path FOLDER'
 	$(PY) -m tests.peer_suites $(ARGS)
