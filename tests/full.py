@@ -46,7 +46,8 @@ def run(part: str, words: str = "") -> Row:
     python = sys.executable
     if not PARTS.get(part) and torch.cuda.is_available():
         python += f" -m tests.ptx_sim.without_gpu {python}"  # the simulator's stand-in driver comes first
-    command = ["make", part, "NO_VENV=1", f"PYTHON={python}", *([f"ARGS={words}"] if words else [])]
+    # `make full` hands its own ARGS on, unless they are given here.
+    command = ("make", "--no-print-directory", part, "NO_VENV=1", f"PYTHON={python}", f"ARGS={words}")
     start, last = time.perf_counter(), ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

@@ -182,6 +182,8 @@ with patch.object(subprocess, "Popen", lambda command, **options: started(("slee
 def test_full_runs_parts_and_leaves_out_what_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("MAKELEVEL", "1")  # as within `make full`
+    monkeypatch.setenv("MAKEFLAGS", "w -- ARGS=others")
     monkeypatch.setattr(full, "PARTS", {"help": 0, "no-such-target": 0, "parallel-h200": 99})
     out = tmp_path / "full.jsonl"
     assert full.main(["--out", str(out)]) == 1
