@@ -48,17 +48,18 @@ sync-mutants: $(TEST_READY)  ## one wait, fence, commit or arrival taken out at 
 
 # What only a Hopper GPU can show says so elsewhere, instead of skipping everything.
 hopper-gpu: $(RUN_READY)
-	@$(PY) -c "import sys, torch; cuda = torch.cuda; \
-		sys.exit(not (cuda.is_available() and cuda.get_device_capability()[0] == 9) and 'needs a Hopper GPU')"
+	@$(PY) -c "import sys; from tests import full; sys.exit(None if full.hopper_gpus() else 'needs a Hopper GPU')"
 
 full: $(TEST_READY)  ## all that CI has no time for and this machine can run; rows in bench/results/full.jsonl
 	$(PY) -m tests.full $(ARGS)
 
+# Files named, so that nothing else is imported where only torch, tilelang and pytest are; the fuzzer has its own target.
+SM90_TESTS = $(filter-out tests/test_fuzz.py,$(shell grep -l "mark\.sm90" tests/test_*.py))
 sentinel-h200: hopper-gpu  ## every test of the Hopper kernels, on a Hopper GPU; NO_VENV=1 where pytest is at hand
-	$(PY) -m pytest -m "sm90 and not multi_gpu" $(ARGS)
+	$(PY) -m pytest $(SM90_TESTS) -m "sm90 and not multi_gpu" $(ARGS)
 
 parallel-h200: hopper-gpu  ## context parallelism on two Hopper GPUs: its tests, then its efficiency at 64k tokens
-	$(PY) -m pytest tests/test_parallel.py -m multi_gpu
+	$(PY) -m pytest tests/test_parallel.py tests/test_cases.py -m multi_gpu
 	$(PY) -m torch.distributed.run --nproc-per-node 2 -m bench.parallel --tokens 65536 \
 		--out bench/results/parallel.jsonl $(ARGS)
 

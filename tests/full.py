@@ -1,7 +1,7 @@
 """All that continuous integration has no time for: `make full`, or `python -m tests.full [--only PART ...]`.
 
 A part is a make target and runs as it does alone. What this machine cannot run is named and left out: a CPU runs the
-simulator's parts (about three hours on two cores), a Hopper GPU its own as well. One JSON line a part says how it
+simulator's parts (about two hours on two cores), a Hopper GPU its own as well. One JSON line a part says how it
 ended; exit code 1 when one failed.
 """
 
@@ -44,7 +44,7 @@ def missing(part: str, gpus: int, peers: Path | None) -> str:
 def run(part: str, words: str = "") -> Row:
     """Runs a make target with this Python, its output passed on; its result row, which has the last words of it."""
     python = sys.executable
-    if not PARTS.get(part) and torch.cuda.is_available():
+    if not PARTS[part] and torch.cuda.is_available():
         python += f" -m tests.ptx_sim.without_gpu {python}"  # the simulator's stand-in driver comes first
     # `make full` hands its own ARGS on, unless they are given here.
     command = ("make", "--no-print-directory", part, "NO_VENV=1", f"PYTHON={python}", f"ARGS={words}")
@@ -55,7 +55,7 @@ def run(part: str, words: str = "") -> Row:
             print(line, end="", flush=True)
             last = line.strip() or last
     commit = subprocess.run(("git", "rev-parse", "HEAD"), cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    device = torch.device("cuda" if PARTS.get(part) else "cpu")
+    device = torch.device("cuda" if PARTS[part] else "cpu")
     return {
         "kind": "full", "part": part, "ok": process.returncode == 0, "said": last[-300:],
         "seconds": round(time.perf_counter() - start, 1), "device": env.device_name(device), "commit": commit[:12],

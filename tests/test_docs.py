@@ -13,6 +13,8 @@ import pytest
 
 from bench import pages, tables
 
+from . import full
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "ptx_sim" / "README.md"]
@@ -57,7 +59,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
 def test_make_help_lists_the_targets() -> None:
     listed = {line.split()[0] for line in make("help").stdout.splitlines() if line and not line.startswith("make")}
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
-    assert targets - listed == {"hopper-gpu"} and {"check", "test"} <= listed
+    assert targets - listed == {"hopper-gpu"} and {"check", "test", *full.PARTS} <= listed
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
