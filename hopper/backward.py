@@ -1,4 +1,4 @@
-"""Backward of sparse MLA: one CTA per (token, group, tile of 64 heads), or per tile of several tokens with few heads.
+"""Backward of sparse MLA: a tile per (token, group, 64 heads), or of several tokens with few heads.
 
     p_hat = exp(s - lse)   p = w p_hat   dP = dout v   dS = p_hat (w dP + (dlse - w Delta))
     dq = sm_scale sum dS k               dkv[row] += sm_scale dS q, and p dout on the first 512 columns
@@ -23,15 +23,27 @@ once for both, and no accumulator passes through shared memory.
     wait ds_ready                 P handed over, p_ready          wait ds_ready; acc = dS^T Q under the last adds
     wait kv_free[0], gather 0     dq += dS K_0, frees kv_free[0]    of the block before
     wait kv_free[1], gather 1                                     wait p_ready, P to registers
-    dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, from the last down:
+    dq += dS K_2, K_3             dq += dS K_1, frees kv_free[1]  for 64 columns at a time, the tail first:
     frees ds_free, gather 2       wait kv_ready[n] ...              half of the rows kept, half dealt and added
     wait tail_free, gather 3                                        next acc = dS^T Q under the adds of those kept
                                                                     (first chunk: dq tail += dS K tail, tail_free)
                                                                     acc = sm_scale acc + P^T dO
                                                                   frees ds_free (last dS, and P)
 
-Before the first block come dout, then q and kv group by group of columns, so that scores begin with the first; the
-warpgroup of the stream meanwhile reads out and makes the rows' values.
+CTAs go over tiles as the forward's do (`tile.ctas_of`). Under the adds of a tile's last block dq leaves through the
+columns of KV that it is made of, block 0 of the next tile is gathered, and its q and dout come group by group of
+columns, in the order in which the stream and then the scores of the next tile go through them; the copy warpgroup, with
+nothing else to do, makes the rows' values from its dout and from out. So the last adds of a tile and the first ones of
+the next are a few thousand clocks apart, where a CTA of its own begins after nine thousand.
+
+    copy warpgroup                scores' warpgroup               stream, last block
+    dq leaves                     dq 0, 1 leave, each frees       ...
+    list, rows                      its kv_free                   q, dout n not used any more: heads_free[n]
+    wait heads_free[0], q, dout 0                                   (n = 0, 1, 2, 3)
+    wait kv_free, tail_free,                                      adds of the last chunk
+      gather 0, 1, 2, 3           wait kv_ready[n],               dq tail leaves through the place of P
+    wait heads_free[n], q, dout n   [S^T dP^T] += K_n ...         frees ds_free
+    dout out, stats_ready         wait stats_ready; P, dS         wait ds_ready ...
 
 dS is rounded unscaled, as the precision clause has it, and its product scaled before P^T dO is added: rounding
 sm_scale dS instead missed the per-row limit at large scores. P, dS and what is summed of them carry the unit of
@@ -52,9 +64,10 @@ from .plan import (
     SCORE_REGISTERS, STREAM_REGISTERS, TERMS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
 from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
-from .row_stats import say_stats
+from .row_stats import AHEAD, add_dots, load_out, load_values, product, say_stats
 from .tile import (
-    PASSES, STEP, VECTOR, begin, find_rows, find_tile, limit_at, load_bits, selects, store_rows,
+    PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find_rows, find_tile, head_of, limit_at, load_bits,
+    selects, store_rows, token_of,
 )  # fmt: skip
 
 # Named barriers at the end, of the warpgroups of copies, scores and stream. TileLang counts its own from 3 on and knows
@@ -81,8 +94,10 @@ def build(plan: Plan) -> PrimFunc:
     DTYPE = WGMMA_TYPE[dtype]
     # Where P begins in shared memory: with a tail, where dout has none.
     P_ROW, P_COLUMN = (ROWS, D_V) if TAIL else (0, 0)
-    # Columns of KV that are gathered, and come free, together.
+    # Columns that are gathered together, and of KV and of q and dout come free together.
     GROUPS = ((0, 128), (128, HALF), (HALF, SPLIT), (SPLIT, D))
+    # Columns whose terms of dkv a block begins with: those of the tail have no P^T dO.
+    FIRST = D_V if TAIL else 0
     # Of the products of scores: the first, more, the last, which may have a tail of S^T.
     PARTS = ("Part::first", "Part::more", "Part::more", "Part::last_with_tail" if TAIL else "Part::last")
 
@@ -111,6 +126,22 @@ def build(plan: Plan) -> PrimFunc:
     lb, ls, lh = (T.dynamic(n, i64) for n in ("lse_b", "lse_s", "lse_h"))
     eb, es, eh = (T.dynamic(n, i64) for n in ("dlse_b", "dlse_s", "dlse_h"))
 
+    def tile_of(n, tiles):
+        # Long lists come late in a text.
+        return tiles - 1 - n if TOKENS > 1 and not IN_PARTS else n
+
+    def extent(at, tile_0, heads_per_group):
+        # Batch entry, tile along the sequence, group, first token and head, and how many heads and tokens there are.
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+        t = (tile_0 + ti) * TOKENS
+        heads, head_0 = heads_per_group - at[0] * ROWS, g * heads_per_group + at[0] * ROWS
+        return b, ti, g, t, head_0, T.min(heads, ROWS), T.cast(T.min(S - t, T.cast(TOKENS, i64)), "int32")
+
+    def length_of(Lengths, at, slot_0):
+        # Of a tile's list, or of its part from `slot_0` on.
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+        return T.max(0, T.min(T.max(Lengths[b, ti, g], 0) - slot_0, T.cast(K, "int32")))
+
     @T.macro
     def load_slots(found, Indices, b, ti, g, slot, length):
         # Entries of a thread's four slots of a block.
@@ -131,26 +162,41 @@ def build(plan: Plan) -> PrimFunc:
         load_slots(found, Indices, b, ti, g, (i + 1) * BLOCK_K + r0, length)
 
     @T.macro
-    def gather(n, KV_s, r0, c0, source, ok, kv_ready):
+    def gather(n, KV_s, r0, c0, source, ok):
         # A group of columns of the 64 rows of a block; an invalid slot is filled with zeros and not read.
         first, last = GROUPS[n]
         T.call_extern(
             "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
             T.access_ptr(KV_s[r0, first + c0], "r", 1), source.data, ok.data, 0, first,
         )  # fmt: skip
-        T.cp_async_barrier_noinc(kv_ready[n])
 
     @T.macro
-    def load_q(n, QdO_s, r0, c0, at, there):
-        # A group of columns; rows that do not exist become zero.
+    def load_heads(n, QdO_s, r0, c0, q_at, do_at, there, heads_free, tiles_before):
+        # A group of columns of q and dout; rows that do not exist become zero.
         first, last = GROUPS[n]
-        T.call_extern(
-            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
-            T.access_ptr(QdO_s[r0, first + c0], "r", 1), at.data, there.data, 0, first,
-        )  # fmt: skip
+        T.barrier_wait(heads_free[n], (tiles_before & 1) ^ 1)
+        if n == 0:
+            # While the first entries of the list are under way.
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows_in_turn<{last // STEP}, {2 * ROWS}>",
+                T.access_ptr(QdO_s[r0, c0], "r", 1), q_at.data, there.data,
+            )  # fmt: skip
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows_in_turn<{last // STEP}, {2 * ROWS}>",
+                T.access_ptr(QdO_s[ROWS + r0, c0], "r", 1), do_at.data, there.data,
+            )  # fmt: skip
+        else:
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}, {2 * ROWS}>",
+                T.access_ptr(QdO_s[r0, first + c0], "r", 1), q_at.data, there.data, 0, first,
+            )  # fmt: skip
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows<{(min(last, D_V) - first) // STEP}, {2 * ROWS}>",
+                T.access_ptr(QdO_s[ROWS + r0, first + c0], "r", 1), do_at.data, there.data, 0, first,
+            )  # fmt: skip
 
     @T.macro
-    def say_slots(i, slot_row, slot_to, rows, goal, r0):
+    def say_slots(i, step, slot_row, slot_to, rows, goal, r0):
         # The row of kv that a slot is, negative if it is invalid, and the row that its term goes to. They are there
         # when the copies of the next group of columns are, whose arrival at `kv_ready` comes behind them.
         if ORDERED:
@@ -159,8 +205,8 @@ def build(plan: Plan) -> PrimFunc:
         elif not IN_PARTS:
             T.call_extern("handle", "sparse_mla::spread", goal.data, rows.data)
         T.call_extern(
-            "handle", "sparse_mla::say_slots", rows.data, goal.data, T.access_ptr(slot_row[i & 1, r0], "r", 1),
-            T.access_ptr(slot_to[i & 1, r0], "r", 1),
+            "handle", "sparse_mla::say_slots", rows.data, goal.data, T.access_ptr(slot_row[step & 1, r0], "r", 1),
+            T.access_ptr(slot_to[step & 1, r0], "r", 1),
         )  # fmt: skip
 
     @T.macro
@@ -168,12 +214,13 @@ def build(plan: Plan) -> PrimFunc:
         # The first group of columns of block i, and who selected its slots.
         if TOKENS > 1:
             load_bits(Bits, slot_bits, 0, b, ti, g, i * BLOCK_K, lane, length)
-        gather(0, KV_s, r0, c0, source, ok, kv_ready)
+        gather(0, KV_s, r0, c0, source, ok)
+        T.cp_async_barrier_noinc(kv_ready[0])
 
     @T.macro
-    def scores(n, i, KV_s, QdO_s, s, dp, kv_ready):
+    def scores(n, step, KV_s, QdO_s, s, dp, kv_ready):
         first = GROUPS[n][0]
-        T.barrier_wait(kv_ready[n], i & 1)
+        T.barrier_wait(kv_ready[n], step & 1)
         T.fence_proxy_async()
         T.call_extern(
             "handle", f"sparse_mla::scores<{DTYPE}, sparse_mla::{PARTS[n]}>",
@@ -188,9 +235,9 @@ def build(plan: Plan) -> PrimFunc:
             T.access_ptr(KV_s[0, first], "r", 1),
         )  # fmt: skip
 
-    def corner(X_s, thread, first=0):
+    def corner(X_s, thread, row=0, first=0):
         # What `store_operand` wants. What is written so, TileLang puts no barriers around.
-        return T.access_ptr(X_s[thread // 32 * 16 + thread % 16, first + thread % 32 // 16 * 8], "r", 1)
+        return T.access_ptr(X_s[row + thread // 32 * 16 + thread % 16, first + thread % 32 // 16 * 8], "r", 1)
 
     def place_of(P_s):
         # Where P is handed over: with a tail, where dout has none.
@@ -214,50 +261,60 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
-    def chunk(end, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale):
-        # Adds of the chunk of columns up to `end`, those of its second half while the next one is computed.
+    def chunk(
+        start, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, further, rows, row_bytes, sm_scale
+    ):  # fmt: skip
+        # Adds of a chunk of columns, those of its second half while the chunk of columns from `start` is computed; its
+        # adds go `further` on.
         keep(acc, kept)
         add(0, valid, acc, to, rows, row_bytes)
         if first:
             T.call_extern(
                 "handle", f"sparse_mla::begin_chunk_and_add_dq<{DTYPE}>", acc.data, dq_t.data,
-                T.access_ptr(dS_s[0, 0], "r", 1), T.access_ptr(QdO_s[0, end - 2 * CHUNK], "r", 1),
+                T.access_ptr(dS_s[0, 0], "r", 1), T.access_ptr(QdO_s[0, start], "r", 1),
                 T.access_ptr(KV_s[0, D_V], "r", 1),
             )  # fmt: skip
         else:
-            T.wgmma_gemm(dS_s, QdO_s[:ROWS, end - 2 * CHUNK : end - CHUNK], acc, clear_accum=True)
+            T.wgmma_gemm(dS_s, QdO_s[:ROWS, start : start + CHUNK], acc, clear_accum=True)
         add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
         if frees:
             T.barrier_arrive(freed)
         scale(acc, sm_scale)
-        T.wgmma_gemm(p, QdO_s[ROWS:, end - 2 * CHUNK : end - CHUNK], acc)
+        T.wgmma_gemm(p, QdO_s[ROWS:, start : start + CHUNK], acc)
         T.wait_wgmma(0)
-        to[0] -= CHUNK * 4
+        to[0] += further * 4
 
     @T.macro
     def stream(
-        valid, i, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
-        tail_free,
+        valid, i, step, blocks, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale, ds_ready, ds_free,
+        tail_free, heads_free,
     ):  # fmt: skip
-        # All chunks of a block, the last columns first: those of the tail have no P^T dO.
+        # All chunks of a block. With the last one q and dout come free, as they are filled again.
         if TAIL:
-            chunk(D, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, rows, row_bytes, sm_scale)
+            chunk(
+                0, True, True, tail_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, -D_V, rows, row_bytes,
+                sm_scale,
+            )  # fmt: skip
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
-                D_V - c * CHUNK, False, c == D_V // CHUNK - 2, ds_free, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s,
-                to, rows, row_bytes, sm_scale,
+                (c + 1) * CHUNK, False, (c == D_V // CHUNK - 2) & (i + 1 < blocks if TAIL else True), ds_free, valid,
+                acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, CHUNK, rows, row_bytes, sm_scale,
             )  # fmt: skip
+            if (i + 1 == blocks) & (c % 2 == 0):
+                T.barrier_arrive(heads_free[c // 2])
         keep(acc, kept)
         add(0, valid, acc, to, rows, row_bytes)
         if i + 1 < blocks:
-            T.barrier_wait(ds_ready, (i + 1) & 1)
-        # The next block's first; after the last block of no use.
-        T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
-        add(1, valid, kept, to, rows, row_bytes)
-        T.wait_wgmma(0)
-        scale(acc, sm_scale)
-        to[0] += (D - CHUNK) * 4
+            # The next block's first.
+            T.barrier_wait(ds_ready, (step + 1) & 1)
+            T.wgmma_gemm(dS_s, QdO_s[:ROWS, FIRST : FIRST + CHUNK], acc, clear_accum=True)
+            add(1, valid, kept, to, rows, row_bytes)
+            T.wait_wgmma(0)
+            scale(acc, sm_scale)
+        else:
+            add(1, valid, kept, to, rows, row_bytes)
+        to[0] += (FIRST - D_V + CHUNK) * 4
 
     @T.macro
     def store_factor(X_s, x_row, x_column, dKV, row_0, lane, first):
@@ -269,19 +326,23 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def store_factors(
-        blocks, row_0, lane, dKV, dS_s, P_s, KV_s, dq_t, ds_ready, p_ready, ds_free, tail_free
+        blocks, step, row_0, lane, dKV, dS_s, P_s, KV_s, dq_t, ds_ready, p_ready, ds_free, tail_free, heads_free
     ):  # fmt: skip
         for i in T.serial(blocks):
-            T.barrier_wait(ds_ready, i & 1)
+            T.barrier_wait(ds_ready, (step + i) & 1)
             if TAIL:
                 T.wgmma_gemm(dS_s, KV_s[:, D_V:D], dq_t, transpose_A=True)
             store_factor(dS_s, 0, 0, dKV, row_0 + i * BLOCK_K, lane, 0)
             if TAIL:
                 T.wait_wgmma(0)
                 T.barrier_arrive(tail_free)
-            T.barrier_wait(p_ready, i & 1)
+            T.barrier_wait(p_ready, (step + i) & 1)
+            if i + 1 == blocks:
+                for n in T.unroll(4):
+                    T.barrier_arrive(heads_free[n])
             store_factor(P_s, P_ROW, P_COLUMN, dKV, row_0 + i * BLOCK_K, lane, ROWS)
-            T.barrier_arrive(ds_free)
+            if i + 1 < blocks if TAIL else True:
+                T.barrier_arrive(ds_free)
 
     @T.macro
     def start_dq(dq, Sums, starts, cta, first, last):
@@ -292,18 +353,46 @@ def build(plan: Plan) -> PrimFunc:
             T.fill(dq, 0)
 
     @T.macro
-    def leave_dq(dq, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last, barrier):
-        # Columns [first, last) of the tile, through the same columns of the KV buffer; a named barrier a warpgroup.
+    def leave_dq(
+        dq, X_s, x_row, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last, barrier
+    ):  # fmt: skip
+        # Columns [first, last) of the tile, through the same columns of shared memory from row `x_row` on; a named
+        # barrier a warpgroup.
         if IN_PARTS and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
                 Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
         else:
             T.call_extern(
                 "handle", f"sparse_mla::store_scaled<{ELEMENT[dtype]}, {(last - first) // 64}>", dq.data, dq_scale,
-                corner(KV_s, lane, first),
+                corner(X_s, lane, x_row, first),
             )  # fmt: skip
             T.sync_threads(barrier, WARPGROUP)
-            store_rows(dQ, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, last)
+            store_rows(dQ, X_s, b, t, head_0, heads, TOKENS, left, lane, first, last, x_row=x_row)
+
+    @T.macro
+    def leave_empty(
+        dQ, Sums, SinkShares, starts, ends, has_sink, cta, b, t, head_0, heads, left, lane, dq_scale
+    ):  # fmt: skip
+        # Of a tile without slots: dq and shares are 0, or of a part without slots what the sums say.
+        if (has_sink & starts != 0) & (lane < ROWS) & exists(lane, TOKENS, heads, left):
+            SinkShares[(b * S + t + token_of(lane, TOKENS)) * H + head_0 + head_of(lane, TOKENS)] = 0
+        values = T.alloc_local([VECTOR], fp32)
+        for r, u in T.grid(PASSES, D // STEP):
+            row, column = r * 16 + lane // 8, u * STEP + lane % 8 * VECTOR
+            for v in T.vectorized(VECTOR):
+                values[v] = 0
+            if IN_PARTS and starts == 0:
+                for v in T.unroll(VECTOR):
+                    values[v] = product(Sums[(cta * ROWS + row) * D + column + v], dq_scale)
+            if IN_PARTS and ends == 0:
+                if starts != 0:
+                    for v in T.vectorized(VECTOR):
+                        Sums[(cta * ROWS + row) * D + column + v] = 0
+            elif exists(row, TOKENS, heads, left):
+                for v in T.vectorized(VECTOR):
+                    dQ[b, t + token_of(row, TOKENS), head_0 + head_of(row, TOKENS), column + v] = T.cast(
+                        values[v], dtype
+                    )
 
     @T.prim_func
     def sparse_mla_bwd(
@@ -339,8 +428,11 @@ def build(plan: Plan) -> PrimFunc:
         has_length: T.int32,
         has_positions: T.int32,
         has_sink: T.int32,
+        ctas: T.int32,
+        rounds: T.int32,
     ):
-        with T.Kernel(T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32"), threads=THREADS) as bx:
+        tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
+        with T.Kernel(ctas_of(tiles, ctas, rounds), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROUNDED + ROW_DOT + PRODUCTS + DKV_STREAM)
             # q, and below it dout, so that one product takes kv to both.
             QdO_s = T.alloc_shared([2 * ROWS, D], dtype)
@@ -363,7 +455,7 @@ def build(plan: Plan) -> PrimFunc:
             slot_bits = T.alloc_shared([1, BLOCK_K if TOKENS > 1 else 1], "int32", scope="shared")
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
-            dout_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            heads_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 4)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             kv_free = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             if TAIL:  # noqa: SIM108
@@ -374,112 +466,142 @@ def build(plan: Plan) -> PrimFunc:
             p_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             ds_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.cast(B * L * G, "int32") * tiles_per_group - 1)
+            begin(Chosen, wanted, TOKENS, bx == ctas_of(tiles, ctas, rounds) - 1)
             tx = T.get_thread_binding()
-            cta = T.cast(bx, i64)
-            place = T.alloc_local([4], "int32")
-            if TOKENS > 1 and not IN_PARTS:
-                # Long lists come late in a text.
-                find_tile(place, T.cast(B * L * G, "int32") * tiles_per_group - 1 - bx, B, G, L, tiles_per_group)
-            else:
-                find_tile(place, bx, B, G, L, tiles_per_group)
-            tile = place[0]
-            g = T.alloc_var(i64)
-            ti = T.alloc_var(i64)
-            t = T.alloc_var(i64)
-            b = T.alloc_var(i64)
-            head_0 = T.alloc_var(i64)
-            heads = T.alloc_var("int32")
-            g = T.cast(place[1], i64)
-            ti = T.cast(place[2], i64)
-            b = T.cast(place[3], i64)
-            t = (tile_0 + ti) * TOKENS
-            head_0 = g * heads_per_group + tile * ROWS
-            heads = T.min(heads_per_group - tile * ROWS, ROWS)
-            left = T.alloc_var("int32")
-            left = T.cast(T.min(S - t, T.cast(TOKENS, i64)), "int32")
+            at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
-            length = T.cast(K, "int32")
-            if has_length != 0:
-                length = T.max(0, T.min(T.max(Lengths[b, ti, g], 0) - slot_0, T.cast(K, "int32")))
             blocks = T.alloc_var("int32")
-            blocks = T.ceildiv(length, BLOCK_K)
+            # Blocks before the present one, and tiles with slots before the present one, of all of the CTA's tiles.
+            step = T.alloc_var("int32")
+            tiles_before = T.alloc_var("int32")
+            step = 0
+            tiles_before = 0
+            # First tile of this CTA, and how many it has.
+            round_of = T.alloc_local([2], "int32")
+            find_round(round_of, bx, tiles, ctas, rounds)
+            start, mine = round_of[0], round_of[1]
 
-            # Does: loads dout, q; gathers KV; dq of columns 256..511. Consumes: kv_free, tail_free, ds_ready.
-            # Produces: dout_ready, kv_ready, ds_free.
+            # Does: loads q, dout; gathers KV; row values; dq of columns 256..511. Consumes: heads_free, kv_free,
+            # tail_free, ds_ready. Produces: kv_ready, stats_ready, ds_free.
             if tx >= 2 * WARPGROUP:
                 T.set_max_nreg(COPY_REGISTERS, 0)
                 lane = tx - 2 * WARPGROUP
                 r0 = lane // 8
                 c0 = lane % 8 * 8
                 limit = T.alloc_var(i64)
-                limit = S_kv
-                if causal != 0:
-                    if has_positions != 0:  # noqa: SIM108
-                        limit = limit_at(QPositions[b, t], S_kv)
-                    else:
-                        limit = T.min(S_kv, t + S_kv - S + 1)
-
                 found = T.alloc_local([PASSES], idx_t)
                 rows = T.alloc_local([PASSES], "int32")
                 ok = T.alloc_local([PASSES], "int32")
                 # Rows that terms went to, or might have gone to.
                 goal = T.alloc_local([PASSES], "int32")
-                for r in T.unroll(PASSES):
-                    goal[r] = -1
                 source = T.alloc_local([PASSES], i64)
-                load_slots(found, Indices, b, ti, g, r0, length)
-                if blocks > 0:
-                    # dout, of which the row values are made; then q and block 0 by columns, for the scores to begin.
-                    there = T.alloc_local([PASSES], "int32")
-                    q_at = T.alloc_local([PASSES], i64)
-                    do_at = T.alloc_local([PASSES], i64)
-                    find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
-                    find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
-                    T.call_extern(
-                        "handle", f"sparse_mla::gather_rows_in_turn<{D_V // STEP}, {2 * ROWS}>",
-                        T.access_ptr(QdO_s[ROWS + r0, c0], "r", 1), do_at.data, there.data,
-                    )  # fmt: skip
-                    T.cp_async_barrier_noinc(dout_ready)
-                    load_q(0, QdO_s, r0, c0, q_at, there)
-                    next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
-                    gather_first(0, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready)
-                    load_q(1, QdO_s, r0, c0, q_at, there)
-                    gather(1, KV_s, r0, c0, source, ok, kv_ready)
-                    load_q(2, QdO_s, r0, c0, q_at, there)
-                    gather(2, KV_s, r0, c0, source, ok, kv_ready)
-                    if LOOKS_AHEAD:
-                        T.call_extern(
-                            "handle", f"sparse_mla::look_ahead<{INDEX}>", goal.data, rows.data,
-                            T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES, r0, length, limit,
-                        )  # fmt: skip
-                    say_slots(0, slot_row, slot_to, rows, goal, r0)
-                    load_q(3, QdO_s, r0, c0, q_at, there)
-                    gather(3, KV_s, r0, c0, source, ok, kv_ready)
+                there = T.alloc_local([PASSES], "int32")
+                q_at = T.alloc_local([PASSES], i64)
+                do_at = T.alloc_local([PASSES], i64)
+                out_at = T.alloc_local([PASSES], i64)
+                values = T.alloc_local([AHEAD, 32], "int32")
+                sums = T.alloc_local([PASSES], fp32)
+                of_row = T.alloc_local([3], fp32)
                 dq_r = T.alloc_fragment([ROWS, HALF], fp32)
-                start_dq(dq_r, Sums, starts, cta, HALF, D_V)
-                # Iteration i finishes block i and gathers the next.
-                for i in T.serial(blocks):
-                    T.barrier_wait(ds_ready, i & 1)
-                    next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, found, rows, source, ok)
-                    if i < blocks - 1:
-                        T.barrier_wait(kv_free[0], i & 1)
-                        gather_first(i + 1, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready)
-                        say_slots(i + 1, slot_row, slot_to, rows, goal, r0)
-                        T.barrier_wait(kv_free[1], i & 1)
-                        gather(1, KV_s, r0, c0, source, ok, kv_ready)
-                    # Behind those of the scores' warpgroup: the stream's products wait for less.
-                    T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(ds_free)
-                    if i < blocks - 1:
-                        gather(2, KV_s, r0, c0, source, ok, kv_ready)
+                for w in T.serial(mine):
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                    b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
+                    cta = T.cast(start + w * ctas, i64)
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        length = length_of(Lengths, at, slot_0)
+                    blocks = T.ceildiv(length, BLOCK_K)
+                    if blocks == 0:
+                        leave_empty(
+                            dQ, Sums, SinkShares, starts, ends, has_sink, cta, b, t, head_0, heads, left, lane, dq_scale
+                        )
+                    else:
+                        limit = S_kv
+                        if causal != 0:
+                            if has_positions != 0:
+                                limit = limit_at(QPositions[b, t], S_kv)
+                            else:
+                                limit = T.min(S_kv, t + S_kv - S + 1)
+                        for r in T.unroll(PASSES):
+                            goal[r] = -1
+                        load_slots(found, Indices, b, ti, g, r0, length)
+                        # Block 0, and q and dout as they come free: the first columns while the stream has several
+                        # chunks left of the tile before, the last ones while it has one.
+                        find_rows(q_at, there, Q, b, t, head_0, heads, TOKENS, left, r0, c0)
+                        find_rows(do_at, there, dO, b, t, head_0, heads, TOKENS, left, r0, c0)
+                        load_heads(0, QdO_s, r0, c0, q_at, do_at, there, heads_free, tiles_before)
+                        next_rows(KV, Indices, b, ti, g, 0, r0, c0, length, limit, found, rows, source, ok)
+                        T.barrier_wait(kv_free[0], (step & 1) ^ 1)
+                        gather_first(0, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready)
+                        if LOOKS_AHEAD:
+                            T.call_extern(
+                                "handle", f"sparse_mla::look_ahead<{INDEX}>", goal.data, rows.data,
+                                T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES, r0, length, limit,
+                            )  # fmt: skip
+                        say_slots(0, step, slot_row, slot_to, rows, goal, r0)
+                        T.barrier_wait(kv_free[1], (step & 1) ^ 1)
+                        gather(1, KV_s, r0, c0, source, ok)
+                        gather(2, KV_s, r0, c0, source, ok)
                         if TAIL:
-                            T.barrier_wait(tail_free, i & 1)
-                        gather(3, KV_s, r0, c0, source, ok, kv_ready)
-                leave_dq(
-                    dq_r, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V, LEAVES[0]
-                )
+                            T.barrier_wait(tail_free, (step & 1) ^ 1)
+                        gather(3, KV_s, r0, c0, source, ok)
+                        # While they come, out.
+                        find_rows(out_at, there, Out, b, t, head_0, heads, TOKENS, left, r0, c0)
+                        load_values(of_row, Lse, dLse, Sink, b, t, head_0, heads, TOKENS, left, lane)
+                        load_out(0, values, out_at, there)
+                        load_out(1, values, out_at, there)
+                        load_out(2, values, out_at, there)
+                        load_heads(1, QdO_s, r0, c0, q_at, do_at, there, heads_free, tiles_before)
+                        T.cp_async_barrier_noinc(kv_ready[1])
+                        load_heads(2, QdO_s, r0, c0, q_at, do_at, there, heads_free, tiles_before)
+                        T.cp_async_barrier_noinc(kv_ready[2])
+                        for r in T.unroll(PASSES):
+                            sums[r] = 0
+                        T.barrier_wait(kv_ready[0], step & 1)
+                        add_dots(0, sums, values, QdO_s, r0, c0, dtype)
+                        load_out(3, values, out_at, there)
+                        load_heads(3, QdO_s, r0, c0, q_at, do_at, there, heads_free, tiles_before)
+                        T.cp_async_barrier_noinc(kv_ready[3])
+                        for n in T.unroll(1, 4):
+                            T.barrier_wait(kv_ready[n], step & 1)
+                            add_dots(n, sums, values, QdO_s, r0, c0, dtype)
+                        say_stats(
+                            sums, of_row, SinkShares, stats, b, t, head_0, heads, TOKENS, left, lane, root_unit,
+                            has_sink & starts, stats_ready, S, H,
+                        )  # fmt: skip
+
+                        start_dq(dq_r, Sums, starts, cta, HALF, D_V)
+                        # Iteration i finishes block i and gathers the next.
+                        for i in T.serial(blocks):
+                            T.barrier_wait(ds_ready, step & 1)
+                            next_rows(KV, Indices, b, ti, g, i + 1, r0, c0, length, limit, found, rows, source, ok)
+                            if i < blocks - 1:
+                                T.barrier_wait(kv_free[0], step & 1)
+                                gather_first(
+                                    i + 1, KV_s, Bits, slot_bits, b, ti, g, lane, length, r0, c0, source, ok, kv_ready
+                                )
+                                say_slots(i + 1, step + 1, slot_row, slot_to, rows, goal, r0)
+                                T.barrier_wait(kv_free[1], step & 1)
+                                gather(1, KV_s, r0, c0, source, ok)
+                                T.cp_async_barrier_noinc(kv_ready[1])
+                            # Behind those of the scores' warpgroup: the stream's products wait for less.
+                            T.wgmma_gemm(dS_s, KV_s[:, HALF:D_V], dq_r, transpose_A=True)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(ds_free)
+                            if i < blocks - 1:
+                                gather(2, KV_s, r0, c0, source, ok)
+                                T.cp_async_barrier_noinc(kv_ready[2])
+                                if TAIL:
+                                    T.barrier_wait(tail_free, step & 1)
+                                gather(3, KV_s, r0, c0, source, ok)
+                                T.cp_async_barrier_noinc(kv_ready[3])
+                            step += 1
+                        leave_dq(
+                            dq_r, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V,
+                            LEAVES[0],
+                        )  # fmt: skip
+                        T.sync_threads(LEAVES[0], WARPGROUP)
+                        tiles_before += 1
 
             # Does: scores, P, dS; dq of columns 0..255. Produces: ds_ready, p_ready, kv_free.
             # Consumes: kv_ready, stats_ready, ds_free.
@@ -493,126 +615,175 @@ def build(plan: Plan) -> PrimFunc:
                 dq_0 = T.alloc_fragment([ROWS, 128], fp32)
                 dq_1 = T.alloc_fragment([ROWS, 128], fp32)
                 T.annotate_layout({dq_0: accumulator(128), dq_1: accumulator(128)})
-                start_dq(dq_0, Sums, starts, cta, 0, 128)
-                start_dq(dq_1, Sums, starts, cta, 128, HALF)
-                for i in T.serial(blocks):
-                    scores(0, i, KV_s, QdO_s, s, dp, kv_ready)
-                    scores(1, i, KV_s, QdO_s, s, dp, kv_ready)
-                    scores(2, i, KV_s, QdO_s, s, dp, kv_ready)
-                    scores(3, i, KV_s, QdO_s, s, dp, kv_ready)
-                    T.barrier_wait(stats_ready, 0)
-                    T.wait_wgmma(0)
-                    for k, h in T.Parallel(BLOCK_K, ROWS):
-                        s[k, h] = T.Select(
-                            slot_row[i & 1, k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], h, TOKENS),
-                            T.exp2(s[k, h] * scale_log2 - stats[0, h]),
-                            T.float32(0),
-                        )
-                    for k, h in T.Parallel(BLOCK_K, ROWS):
-                        ds[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
-                    for k, h in T.Parallel(BLOCK_K, ROWS):
-                        s[k, h] *= stats[1, h]
-                    if not FACTORED:
-                        for k, h in T.Parallel(BLOCK_K, ROWS):
-                            p[k, h] = s[k, h]
-                    T.barrier_wait(ds_free, (i & 1) ^ 1)
-                    T.call_extern(
-                        "handle", "sparse_mla::store_operand", ds.data,
-                        corner(dS_s, tx),
-                    )  # fmt: skip
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ds_ready)
-                    T.barrier_wait(ds_ready, i & 1)
-                    if FACTORED:
-                        for k, h in T.Parallel(BLOCK_K, ROWS):
-                            P_s[P_ROW + k, P_COLUMN + h] = s[k, h]
-                    else:
-                        T.call_extern("handle", "sparse_mla::give", p.data, place_of(P_s))
-                    T.barrier_arrive(p_ready)
-                    add_dq(dq_0, dS_s, KV_s, 0)
-                    add_dq(dq_1, dS_s, KV_s, 128)
-                    T.wait_wgmma(1)
-                    T.barrier_arrive(kv_free[0])
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(kv_free[1])
-                leave_dq(dq_0, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128, LEAVES[1])
-                leave_dq(dq_1, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF, LEAVES[1])
+                for w in T.serial(mine):
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                        length = length_of(Lengths, at, slot_0)
+                    blocks = T.ceildiv(length, BLOCK_K)
+                    if blocks > 0:
+                        cta = T.cast(start + w * ctas, i64)
+                        start_dq(dq_0, Sums, starts, cta, 0, 128)
+                        start_dq(dq_1, Sums, starts, cta, 128, HALF)
+                        for i in T.serial(blocks):
+                            scores(0, step, KV_s, QdO_s, s, dp, kv_ready)
+                            scores(1, step, KV_s, QdO_s, s, dp, kv_ready)
+                            scores(2, step, KV_s, QdO_s, s, dp, kv_ready)
+                            scores(3, step, KV_s, QdO_s, s, dp, kv_ready)
+                            T.barrier_wait(stats_ready, tiles_before & 1)
+                            T.wait_wgmma(0)
+                            for k, h in T.Parallel(BLOCK_K, ROWS):
+                                s[k, h] = T.Select(
+                                    slot_row[step & 1, k] >= 0 if TOKENS == 1 else selects(slot_bits[0, k], h, TOKENS),
+                                    T.exp2(s[k, h] * scale_log2 - stats[0, h]),
+                                    T.float32(0),
+                                )
+                            for k, h in T.Parallel(BLOCK_K, ROWS):
+                                ds[k, h] = s[k, h] * (stats[1, h] * dp[k, h] + stats[2, h])
+                            for k, h in T.Parallel(BLOCK_K, ROWS):
+                                s[k, h] *= stats[1, h]
+                            if not FACTORED:
+                                for k, h in T.Parallel(BLOCK_K, ROWS):
+                                    p[k, h] = s[k, h]
+                            T.barrier_wait(ds_free, (step & 1) ^ 1)
+                            T.call_extern(
+                                "handle", "sparse_mla::store_operand", ds.data,
+                                corner(dS_s, tx),
+                            )  # fmt: skip
+                            T.fence_proxy_async()
+                            T.barrier_arrive(ds_ready)
+                            T.barrier_wait(ds_ready, step & 1)
+                            if FACTORED:
+                                for k, h in T.Parallel(BLOCK_K, ROWS):
+                                    P_s[P_ROW + k, P_COLUMN + h] = s[k, h]
+                            else:
+                                T.call_extern("handle", "sparse_mla::give", p.data, place_of(P_s))
+                            T.barrier_arrive(p_ready)
+                            add_dq(dq_0, dS_s, KV_s, 0)
+                            add_dq(dq_1, dS_s, KV_s, 128)
+                            T.wait_wgmma(1)
+                            if i + 1 < blocks:
+                                T.barrier_arrive(kv_free[0])
+                            T.wait_wgmma(0)
+                            if i + 1 < blocks:
+                                T.barrier_arrive(kv_free[1])
+                            step += 1
 
-            # Does: row values; stores dS and P; dq of the tail. Produces: stats_ready, ds_free, tail_free.
-            # Consumes: dout_ready, ds_ready, p_ready.
+                        find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                        b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
+                        leave_dq(
+                            dq_0, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128,
+                            LEAVES[1],
+                        )  # fmt: skip
+                        T.barrier_arrive(kv_free[0])
+                        leave_dq(
+                            dq_1, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF,
+                            LEAVES[1],
+                        )  # fmt: skip
+                        T.barrier_arrive(kv_free[1])
+                        tiles_before += 1
+
+            # Does: stores dS and P; dq of the tail. Produces: ds_free, tail_free, heads_free.
+            # Consumes: ds_ready, p_ready.
             elif FACTORED:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_f = tx - WARPGROUP
-                say_stats(
-                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_f, blocks,
-                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
-                )  # fmt: skip
                 dq_f = dS_s
                 if TAIL:
                     dq_f = T.alloc_fragment([ROWS, TAIL], fp32)
-                    start_dq(dq_f, Sums, starts, cta, D_V, D)
-                store_factors(
-                    blocks, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free, tail_free,
-                )  # fmt: skip
-                if TAIL:
-                    leave_dq(
-                        dq_f, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D, LEAVES[2]
-                    )
+                for w in T.serial(mine):
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                    b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
+                    cta = T.cast(start + w * ctas, i64)
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        length = length_of(Lengths, at, slot_0)
+                    blocks = T.ceildiv(length, BLOCK_K)
+                    if TAIL:
+                        start_dq(dq_f, Sums, starts, cta, D_V, D)
+                    store_factors(
+                        blocks, step, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free,
+                        tail_free, heads_free,
+                    )  # fmt: skip
+                    step += blocks
+                    if TAIL and blocks > 0:
+                        leave_dq(
+                            dq_f, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D,
+                            LEAVES[2],
+                        )  # fmt: skip
+                        T.barrier_arrive(ds_free)
 
-            # Does: row values; dkv; dq of the tail. Produces: stats_ready, ds_free, tail_free.
-            # Consumes: dout_ready, ds_ready, p_ready.
+            # Does: dkv; dq of the tail. Produces: ds_free, tail_free, heads_free. Consumes: ds_ready, p_ready.
             else:
                 T.set_max_nreg(STREAM_REGISTERS, 0)
                 lane_b = tx - WARPGROUP
-                say_stats(
-                    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, TOKENS, left, lane_b, blocks,
-                    root_unit, has_sink & starts, dout_ready, stats_ready, dtype,
-                )  # fmt: skip
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
                 my_rows = T.alloc_local([4], "int32")
                 row_bytes = T.alloc_var("int32")
                 row_bytes = T.cast((D if ORDERED else G * D) * 4, "int32")
-                # Where this lane adds: bytes of the last chunk's first row of kv.
+                # Where this lane adds: bytes of the first row of kv, or of terms, in the columns of a chunk.
                 to = T.alloc_local([1], i64)
-                row_0 = cta * part_slots * D if ORDERED else (b * S_kv * G + g) * D
-                to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(D - CHUNK, i64))
                 p_b = T.alloc_fragment([BLOCK_K, ROWS], dtype)
                 acc = T.alloc_fragment([BLOCK_K, CHUNK], fp32)
                 if TAIL:
                     dq_t = T.alloc_fragment([ROWS, TAIL], fp32)
                     T.annotate_layout({dq_t: accumulator(TAIL, WARPGROUP)})
-                    start_dq(dq_t, Sums, starts, cta, D_V, D)
                 else:
                     dq_t = acc
                 kept = T.alloc_local([16], fp32)
-                if blocks > 0:
-                    T.barrier_wait(ds_ready, 0)
-                    T.wgmma_gemm(dS_s, QdO_s[:ROWS, D - CHUNK :], acc, clear_accum=True)
-                    T.wait_wgmma(0)
-                    scale(acc, sm_scale)
-                for i in T.serial(blocks):
-                    for n in T.unroll(4):
-                        my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
-                    T.barrier_wait(p_ready, i & 1)
-                    T.call_extern("handle", "sparse_mla::take", p_b.data, place_of(P_s))
-                    if not TAIL:
-                        T.wgmma_gemm(p_b, QdO_s[ROWS:, D - CHUNK :], acc)
+                for w in T.serial(mine):
+                    find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                    length = T.cast(K, "int32")
+                    if has_length != 0:
+                        length = length_of(Lengths, at, slot_0)
+                    blocks = T.ceildiv(length, BLOCK_K)
+                    if blocks > 0:
+                        cta = T.cast(start + w * ctas, i64)
+                        row_0 = (
+                            cta * part_slots if ORDERED else T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)
+                        ) * D
+                        to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(FIRST, i64))
+                        if TAIL:
+                            start_dq(dq_t, Sums, starts, cta, D_V, D)
+                        T.barrier_wait(ds_ready, step & 1)
+                        T.wgmma_gemm(dS_s, QdO_s[:ROWS, FIRST : FIRST + CHUNK], acc, clear_accum=True)
                         T.wait_wgmma(0)
-                    # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
-                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)) != 0:
-                        stream(
-                            "true", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
-                            sm_scale, ds_ready, ds_free, tail_free,
-                        )  # fmt: skip
-                    else:
-                        stream(
-                            "false", i, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows, row_bytes,
-                            sm_scale, ds_ready, ds_free, tail_free,
-                        )  # fmt: skip
-                if TAIL:
-                    leave_dq(
-                        dq_t, KV_s, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale, D_V, D, LEAVES[2]
-                    )
+                        scale(acc, sm_scale)
+                        for i in T.serial(blocks):
+                            for n in T.unroll(4):
+                                my_rows[n] = slot_to[step & 1, my_slot + n // 2 * 8 + n % 2]
+                            T.barrier_wait(p_ready, step & 1)
+                            T.call_extern("handle", "sparse_mla::take", p_b.data, place_of(P_s))
+                            if not TAIL:
+                                T.wgmma_gemm(p_b, QdO_s[ROWS:, FIRST : FIRST + CHUNK], acc)
+                                T.wait_wgmma(0)
+                            # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
+                            if (
+                                T.call_extern(
+                                    "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 1, 0], "r", 1)
+                                )
+                                != 0
+                            ):
+                                stream(
+                                    "true", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
+                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free,
+                                )  # fmt: skip
+                            else:
+                                stream(
+                                    "false", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
+                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free,
+                                )  # fmt: skip
+                            step += 1
+                        if TAIL:
+                            # Through the place of P, which is given for the next tile when dS is free.
+                            T.sync_warp()
+                            find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
+                            b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
+                            leave_dq(
+                                dq_t, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale,
+                                D_V, D, LEAVES[2],
+                            )  # fmt: skip
+                            T.barrier_arrive(ds_free)
 
     return sparse_mla_bwd

@@ -47,7 +47,8 @@ from .plan import (
 )  # fmt: skip
 from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
 from .tile import (
-    PASSES, STEP, begin, exists, find_tile, head_of, if_exists, limit_at, load_bits, store_rows, token_of,
+    PASSES, STEP, begin, ctas_of, exists, find_round, find_tile, head_of, if_exists, limit_at, load_bits, store_rows,
+    token_of,
 )  # fmt: skip
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
@@ -224,7 +225,7 @@ def build(plan: Plan) -> PrimFunc:
         ahead: T.int32,
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
-        with T.Kernel(T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds), threads=THREADS) as bx:
+        with T.Kernel(ctas_of(tiles, ctas, rounds), threads=THREADS) as bx:
             T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
             Q_s = T.alloc_shared([ROWS, D], dtype)
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
@@ -253,7 +254,7 @@ def build(plan: Plan) -> PrimFunc:
             p_1_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             sums_ready = T.alloc_barrier(arrive_count=2 * WARPGROUP)
 
-            begin(Chosen, wanted, TOKENS, bx == T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds) - 1)
+            begin(Chosen, wanted, TOKENS, bx == ctas_of(tiles, ctas, rounds) - 1)
             tx = T.get_thread_binding()
             at = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
@@ -262,13 +263,9 @@ def build(plan: Plan) -> PrimFunc:
             step = T.alloc_var("int32")
             step = 0
             # First tile of this CTA, and how many it has.
-            start = T.alloc_var("int32")
-            mine = T.alloc_var("int32")
-            start = bx
-            mine = T.min(rounds, T.ceildiv(tiles - bx, ctas))
-            if bx >= ctas:
-                start = bx + ctas * (rounds - 1)
-                mine = 1
+            round_of = T.alloc_local([2], "int32")
+            find_round(round_of, bx, tiles, ctas, rounds)
+            start, mine = round_of[0], round_of[1]
 
             # Does: loads q, gathers KV. Produces: left_ready, right_ready, slots_ready. Consumes: left_, right_free.
             if tx >= 2 * WARPGROUP:

@@ -391,18 +391,21 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
-def _schedule(problem: Problem, gather: Gather) -> tuple[int, int, int]:
-    """CTAs of a forward that go over tiles, how many each, and how far further on in the sequence an SM's next one is.
+def _rounds(problem: Problem, gather: Gather, units: int) -> tuple[int, int]:
+    """CTAs that go over tiles, and how many each, where `units` multiprocessors have one.
 
     A CTA of every SM goes over lists of one length. Where lengths differ it does so for most of them, and each of the
     rest has a CTA of its own, which goes to the SM that is free first.
     """
-    units, a_token = env.multiprocessors(gather.slots.device), problem.G * _tiles(problem)
+    tiles = problem.B * gather.slots.shape[1] * problem.G * _tiles(problem)
     has_length = gather.flags[1]
-    tiles = problem.B * gather.slots.shape[1] * a_token
-    ahead = max(1, units // a_token)
-    rounds = max(1, int(STAYING * (tiles // units))) if has_length else -(-tiles // units)
-    return units, rounds, ahead if gather.tokens == 1 else -ahead
+    return units, max(1, int(STAYING * (tiles // units)) if has_length else -(-tiles // units))
+
+
+def _ahead(problem: Problem, gather: Gather, units: int) -> int:
+    """How far further on in the sequence the next tile of an SM is."""
+    ahead = max(1, units // (problem.G * _tiles(problem)))
+    return ahead if gather.tokens == 1 else -ahead
 
 
 def fwd(
@@ -415,11 +418,12 @@ def fwd(
     out = torch.empty((B, S, H, problem.d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, S, H), dtype=torch.float32, device=q.device)
     scale_log2 = score_scale(sm_scale) * LOG2_E
+    units = env.multiprocessors(q.device)
     for gather in _gathers(problem, config, indices, topk_length, q_positions, lists):
         _build().kernel("forward", gather.plan(problem))(
             q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
             scale_log2, problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
-            *_schedule(problem, gather),
+            *_rounds(problem, gather, units), _ahead(problem, gather, units),
         )  # fmt: skip
     return out, lse
 
@@ -516,6 +520,7 @@ def _by_products(
 ) -> None:  # fmt: skip
     """dq, and dkv by products in fixed order (`products.py`), for some tiles and slots at a time."""
     device, heads, capacity = q.device, problem.heads_per_group, tokens * problem.K
+    units = env.multiprocessors(device)
     ctas = problem.B * pieces.tiles * problem.G
     factors = torch.empty(ctas * pieces.slots * FACTOR_COLUMNS, dtype=q.dtype, device=device)
     sums = _scalar(device, 0.0, torch.float32)
@@ -534,7 +539,7 @@ def _by_products(
             where = (gather.tile_0, first, pieces.slots)
             backward(
                 q, kv, dout, *of_part, *of_rows, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
-                int(taken.stop >= capacity), *gather.flags, has_sink,
+                int(taken.stop >= capacity), *gather.flags, has_sink, *_rounds(problem, gather, units),
             )  # fmt: skip
             find(gather.slots, gather.lengths, places, distinct, first, pieces.slots)
             multiply(q, dout, factors, places, dkv, scales[1], heads, gather.tile_0, pieces.slots)
@@ -635,6 +640,7 @@ def _in_order(
     """dq, and the terms of dkv added in order (`ordered.py`), part by part."""
     device, D = q.device, problem.D
     parts = parts_of(problem, tokens, env.multiprocessors(device))
+    units = max(1, env.multiprocessors(device) - SORT_UNITS)
     ctas = problem.B * parts.tiles * problem.G * _tiles(problem)
     terms = torch.empty((ctas * parts.slots, D), dtype=torch.float32, device=device)
     sums = _scalar(device, 0.0, torch.float32)
@@ -661,6 +667,7 @@ def _in_order(
                 q, kv, dout, slots, bits, *gather.tensors[2:], *of_rows, dq, terms.view(-1), sums,
                 *scales, problem.heads_per_group, _tiles(problem), -1, gather.tile_0, taken.start, parts.slots,
                 int(part == 0), int(part == parts.parts - 1), *gather.flags, has_sink,
+                *_rounds(problem, gather, units),
             )  # fmt: skip
             sorter.beside.wait(mine)
             of_part = slots.shape[0] * slots.shape[1] * slots.shape[2] * _tiles(problem) * parts.slots
@@ -689,6 +696,7 @@ def bwd(
     """
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
+    units = env.multiprocessors(device)
     nothing = _scalar(device, 0.0, torch.float32)
     if dlse is None:
         dlse = _stand_in(device, 0.0, torch.float32, (B, S, H))
@@ -707,7 +715,7 @@ def bwd(
             # Made only where the device found that they pay; a deterministic call always groups.
             lists = None
         arguments = (q, kv, dout, indices, of_rows, has_sink, dq, acc, scales, topk_length, q_positions, lists)
-        pieces = pieces_of(problem, tokens, env.multiprocessors(device))
+        pieces = pieces_of(problem, tokens, units)
         if pieces is None:
             _in_order(problem, tokens, *arguments)
         else:
@@ -717,7 +725,7 @@ def bwd(
             build.kernel("backward", gather.plan(problem))(
                 q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
                 *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
-                *gather.flags, has_sink,
+                *gather.flags, has_sink, *_rounds(problem, gather, units),
             )  # fmt: skip
     d_sink = -sink_shares.view(-1, H).sum(dim=0) if has_sink else None
     if dkv is None and dkv_dtype in (None, kv.dtype):

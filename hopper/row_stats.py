@@ -1,4 +1,4 @@
-"""Per-row values of the backward, made by one warpgroup of a tile while the tile's first block is gathered.
+"""Per-row values of the backward, made by the warpgroup that copies dout while the tile's first scores are made.
 
     Delta = sum_d dout out            w = sigmoid(lse - sink)   (1 without a sink, 0 for an empty row)
     stats [3, rows of the tile] = { lse in base 2 (+inf for an empty row, so that p_hat = 0), u w, u (dlse - w Delta) }
@@ -14,7 +14,7 @@ import tilelang.language as T
 from ..scales import LOG2_E
 from .plan import ROWS
 from .ptx import ELEMENT
-from .tile import PASSES, VECTOR, exists, find_rows, if_exists
+from .tile import PASSES, exists, if_exists
 
 COLUMNS = 128  # that arrive together
 AHEAD = 3  # groups of columns of out on their way at a time
@@ -44,41 +44,27 @@ def add_dots(n, sums, values, QdO_s, r0, c0, dtype):
 
 
 @T.macro
-def say_stats(
-    Out, Lse, dLse, Sink, SinkShares, QdO_s, stats, b, t, head_0, heads, tokens, left, lane, blocks, root_unit,
-    wants_shares, dout_ready, stats_ready, dtype,
-):  # fmt: skip
-    """`stats` of the tile whose first token is t, and if wanted its part of `SinkShares`; 8 threads a row.
+def load_values(of_row, Lse, dLse, Sink, b, t, head_0, heads, tokens, left, lane):
+    """`of_row [3]`: lse, dlse and the gap from the sink to lse of a thread's row, `row_of(lane)`."""
+    token, head = if_exists(row_of(lane), tokens, heads, left)
+    of_row[0] = Lse[b, t + token, head_0 + head]
+    of_row[1] = dLse[b, t + token, head_0 + head]
+    of_row[2] = of_row[0] - Sink[head_0 + head]
 
-    dout lies below q in `QdO_s`, as `dout_ready` tells.
-    """
-    r0, c0 = lane // 8, lane % 8 * VECTOR
-    at = T.alloc_local([PASSES], "int64")
-    there = T.alloc_local([PASSES], "int32")
-    find_rows(at, there, Out, b, t, head_0, heads, tokens, left, r0, c0)
-    row = T.alloc_var("int32")
-    row = lane % PASSES * 16 + r0
+
+def row_of(lane):
+    """Row of the tile whose values a thread makes: of 8 that share four rows, four have one each."""
+    return lane % PASSES * 16 + lane // 8
+
+
+@T.macro
+def say_stats(
+    sums, of_row, SinkShares, stats, b, t, head_0, heads, tokens, left, lane, root_unit, wants_shares, stats_ready, S, H
+):  # fmt: skip
+    """`stats` of the tile whose first token is t, and if wanted its part of `SinkShares`; 8 threads a row."""
+    row = row_of(lane)
     token, head = if_exists(row, tokens, heads, left)
-    lse = T.alloc_var("float32")
-    dlse = T.alloc_var("float32")
-    gap = T.alloc_var("float32")
-    lse = Lse[b, t + token, head_0 + head]
-    dlse = dLse[b, t + token, head_0 + head]
-    gap = lse - Sink[head_0 + head]
-    sums = T.alloc_local([PASSES], "float32")
-    for r in T.unroll(PASSES):
-        sums[r] = 0
-    if blocks > 0:
-        values = T.alloc_local([AHEAD, 32], "int32")
-        load_out(0, values, at, there)
-        load_out(1, values, at, there)
-        load_out(2, values, at, there)
-        T.barrier_wait(dout_ready, 0)
-        add_dots(0, sums, values, QdO_s, r0, c0, dtype)
-        load_out(3, values, at, there)
-        add_dots(1, sums, values, QdO_s, r0, c0, dtype)
-        add_dots(2, sums, values, QdO_s, r0, c0, dtype)
-        add_dots(3, sums, values, QdO_s, r0, c0, dtype)
+    lse, dlse, gap = of_row[0], of_row[1], of_row[2]
     delta = T.alloc_var("float32")
     delta = T.call_extern("float32", "sparse_mla::row_sum", sums.data)
     # sigmoid(+-gap) from the roots of exp(min(+-gap, 0)), of which one is 1: the power itself may lie below fp32's
@@ -92,7 +78,7 @@ def say_stats(
     if lane % 8 < PASSES:
         full = exists(row, tokens, heads, left) & (lse != -T.infinity("float32"))
         if (wants_shares != 0) & exists(row, tokens, heads, left):
-            SinkShares[((b * Lse.shape[1] + t + token) * Lse.shape[2]) + head_0 + head] = T.if_then_else(
+            SinkShares[((b * S + t + token) * H) + head_0 + head] = T.if_then_else(
                 full, product(product(share * down, delta), down), T.float32(0)
             )
         up *= root_unit

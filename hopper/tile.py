@@ -1,4 +1,4 @@
-"""What a row of a tile stands for, and the copies that the forward's and the backward's copy warpgroup share.
+"""Which tiles a CTA has, what their rows stand for, and the copies that forward and backward share.
 
 Copies: 8 threads a row, 16 bytes a thread and step.
 """
@@ -51,6 +51,21 @@ def selects(bits: Any, row: Any, tokens: int) -> Any:
     return (bits >> token_of(row, tokens)) & 1 != 0
 
 
+def ctas_of(tiles: Any, ctas: Any, rounds: Any) -> Any:
+    """CTAs of a launch: the first `ctas` go over up to `rounds` tiles each, and each tile that is left has its own."""
+    return T.min(tiles, ctas) + T.max(0, tiles - ctas * rounds)
+
+
+@T.macro
+def find_round(round_of, bx, tiles, ctas, rounds):
+    """`round_of [2]`: the first tile of CTA `bx`, and how many it has, each `ctas` further on than the one before."""
+    round_of[0] = bx
+    round_of[1] = T.min(rounds, T.ceildiv(tiles - bx, ctas))
+    if bx >= ctas:
+        round_of[0] = bx + ctas * (rounds - 1)
+        round_of[1] = 1
+
+
 @T.macro
 def leave_unless_chosen(Chosen, wanted):
     """End the CTA where the decision on the device is another than `wanted`; a negative one is always met."""
@@ -93,14 +108,14 @@ def load_bits(Bits, slot_bits, stage, b, ti, g, first, lane, length):
 
 
 @T.macro
-def find_tile(place, cta, B, G, L, tiles_per_group):
-    """`place [4]`: tile of heads, group, tile along the sequence and batch entry of a CTA of `B L G tiles_per_group`.
+def find_tile(place, number, B, G, L, tiles_per_group):
+    """`place [4]`: tile of heads, group, tile along the sequence and batch entry of a tile of `B L G tiles_per_group`.
 
     A division costs a hundred clocks before the first copy: those by 1 are left out.
     """
     place[0] = 0
     place[1] = 0
-    place[2] = cta
+    place[2] = number
     place[3] = 0
     if tiles_per_group != 1:
         place[0] = T.truncmod(place[2], tiles_per_group)
@@ -125,8 +140,10 @@ def find_rows(at, there, X, b, t, head_0, heads, tokens, left, r0, c0):
 
 
 @T.macro
-def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last, buffer=()):
-    """Columns `[first, last)` of the rows that exist, by a warpgroup, from shared memory behind indices `buffer`."""
+def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last, buffer=(), x_row=0):
+    """Columns `[first, last)` of the rows that exist, by a warpgroup, from row `x_row` of shared memory behind indices
+    `buffer` on.
+    """
     threads_a_row = (last - first) // VECTOR
     for r in T.unroll(ROWS * threads_a_row // WARPGROUP):
         row = r * (WARPGROUP // threads_a_row) + lane // threads_a_row
@@ -134,5 +151,5 @@ def store_rows(X, X_s, b, t, head_0, heads, tokens, left, lane, first, last, buf
         if exists(row, tokens, heads, left):
             for v in T.vectorized(VECTOR):
                 X[b, t + token_of(row, tokens), head_0 + head_of(row, tokens), column + v] = X_s[
-                    (*buffer, row, column + v)
+                    (*buffer, x_row + row, column + v)
                 ]

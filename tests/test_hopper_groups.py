@@ -123,6 +123,20 @@ def test_backward(case: Case, tokens: int) -> None:
     clean(observer, recorder)
 
 
+def test_backward_over_tiles() -> None:
+    """Of different length, the longest first, and CTAs of one tile after them."""
+    case = Case(S=17, S_kv=200, H=16, D=512, K=60, length="random", duplicates=True, sink="random", dlse=True)
+    observer = Races()
+    with project_hopper.simulated(observer=observer) as recorder, project_hopper.going_over_tiles(2):
+
+        def backward(i: Inputs, out: Tensor, lse: Tensor, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return cute_sparse_mla.bwd(i.q, i.kv, out, i.dout, i.indices, lse, dlse=i.dlse, dkv=dkv, **options(i, 4))
+
+        judge_gradients(case.inputs(seed=5), backward)
+    assert recorder.launches[-1].grid == (3, 1, 1)  # of five tiles
+    clean(observer, recorder)
+
+
 DECIDED = (
     (Case(S=11, S_kv=90, H=8, K=60, causal=True, sink="random", invalid="shuffled"), True),
     (Case(B=2, S=5, S_kv=9000, H=8, K=70, length="random", duplicates=True), False),

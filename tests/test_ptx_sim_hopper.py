@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_sparse_mla.precision import Inputs
+from bench.cases import Case
+from cute_sparse_mla import SparseAttentionConfig, bwd
+from cute_sparse_mla.precision import Inputs, Judge
 
 from .ptx_sim import coverage, project_hopper, race_commands
+from .ptx_sim.races import Races
 from .simulated_judge import late_weight
 
 REASON = project_hopper.unavailable()
@@ -67,9 +70,7 @@ def test_forward_and_backward(D: int, H: int, K: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "deterministic"), ((1, False), (2, True)))
 def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> None:
-    from bench.cases import Case
-    from cute_sparse_mla import SparseAttentionConfig, bwd, fwd
-    from cute_sparse_mla.precision import Judge
+    from cute_sparse_mla import fwd
 
     inputs = Case(S=3, S_kv=50, H=5, K=40, D=512, causal=True, positions="random").inputs(seed=1)
     assert inputs.q_positions is not None
@@ -87,7 +88,6 @@ def test_positions_at_the_ends_of_int64(tokens: int, deterministic: bool) -> Non
 
 def judge_a_forward(inputs: Inputs) -> None:
     from cute_sparse_mla import fwd
-    from cute_sparse_mla.precision import Judge
 
     with project_hopper.simulated() as recorder:
         out, lse = fwd(inputs.q, inputs.kv, inputs.indices, sm_scale=inputs.sm_scale, backend="sm90")
@@ -136,6 +136,41 @@ def test_a_cta_goes_over_tiles() -> None:
     listed = LIST.read_text(encoding="utf-8")
     forms = {form for r in recorder.reports for form in coverage.executed_forms(r)}
     assert "prefetch.global.L2" in forms and not [form for form in forms if f"| `{form}` |" not in listed]
+
+
+@pytest.mark.parametrize(("D", "H", "deterministic"), [(576, 24, False), (512, 72, False), (576, 5, True)])
+def test_a_backward_cta_goes_over_tiles(D: int, H: int, deterministic: bool) -> None:
+    """Lists of several blocks, of one, and of none: on two multiprocessors as where each tile has its CTA."""
+    S, K = 5, 150
+    inputs = Case(
+        S=S, S_kv=160, H=H, D=D, K=K, invalid="shuffled", length="random", sink="random", dlse=True, duplicates=True
+    ).inputs(seed=7)  # fmt: skip
+    assert inputs.topk_length is not None
+    inputs.topk_length.view(-1)[:] = torch.tensor((K, 0, 60, 64, K))
+    judge, found, observer = Judge(inputs), [], Races()
+    out, lse = judge.budget_forward()
+    for multiprocessors in (132, 2):
+        over = project_hopper.going_over_tiles(multiprocessors)
+        with project_hopper.simulated(observer=observer) as recorder, over, pytest.MonkeyPatch.context() as patch:
+            from cute_sparse_mla.hopper import launch
+
+            patch.setattr(launch, "SORT_UNITS", 0)
+            patch.setattr(launch, "PRODUCTS_PAY", (0, 0))
+            found.append(
+                bwd(
+                    inputs.q, inputs.kv, out, inputs.dout, inputs.indices, lse, dlse=inputs.dlse, backend="sm90",
+                    deterministic=deterministic, config=SparseAttentionConfig(tokens_per_tile=1), **inputs.options,
+                )
+            )  # fmt: skip
+        [main] = [entry for entry in recorder.launches if entry.kernel == "sparse_mla_bwd_kernel"]
+        assert main.grid[0] == min(multiprocessors, S * -(-H // 64))
+        assert not [f for r in recorder.reports for f in r.findings]
+    assert not observer.races, observer.races[0].text
+    (dq, dkv, d_sink), again = found
+    assert torch.equal(dq, again[0]) and torch.equal(d_sink, again[2])
+    assert torch.equal(dkv, again[1]) if deterministic else error(again[1], dkv.double()) < BF16_ERROR
+    checks = judge.gradient_checks(out, lse, *again)
+    assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
 def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,22 @@ class Example:
     recorder: capture_tilelang.Recorder
 
 
-def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False) -> Example:
-    """Both passes in the simulator on S queries and 200 rows, with invalid slots, a short row and sinks."""
-    with simulated() as recorder:
+@contextmanager
+def going_over_tiles(multiprocessors: int) -> Iterator[None]:
+    """Inside, kernels run on a GPU of so few multiprocessors, each of which has one CTA for all of its whole rounds."""
+    capture_tilelang.prepare()
+    from cute_sparse_mla.hopper import launch
+
+    from cute_sparse_mla import env
+
+    few = mock.patch.object(env, "multiprocessors", lambda device: multiprocessors)
+    with few, mock.patch.object(launch, "STAYING", 1.0):
+        yield
+
+
+def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False, multiprocessors: int = 132) -> Example:
+    """Both passes in the simulator on S queries and 200 rows, with invalid slots, short rows and sinks."""
+    with simulated() as recorder, going_over_tiles(multiprocessors):
         from cute_sparse_mla.hopper import launch
 
         from cute_sparse_mla.config import SparseAttentionConfig
@@ -108,12 +121,12 @@ def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False) -> 
 
 def forward_over_tiles(D: int, H: int, K: int, S: int, multiprocessors: int) -> Example:
     """A forward of S queries on 200 rows, with invalid slots, on a GPU of so few multiprocessors: tiles share CTAs."""
-    from cute_sparse_mla import env, fwd
+    from cute_sparse_mla import fwd
     from cute_sparse_mla.config import SparseAttentionConfig
 
     gen = torch.Generator().manual_seed(D + H)
     q, kv = (torch.randn(shape, generator=gen).bfloat16() for shape in ((1, S, H, D), (1, 200, 1, D)))
     indices = torch.randint(-20, 220, (1, S, 1, K), dtype=torch.int32, generator=gen)
-    with simulated() as recorder, mock.patch.object(env, "multiprocessors", lambda device: multiprocessors):
+    with simulated() as recorder, going_over_tiles(multiprocessors):
         out, lse = fwd(q, kv, indices, backend="sm90", config=SparseAttentionConfig(tokens_per_tile=1))
     return Example({"q": q, "kv": kv, "indices": indices}, {"out": out, "lse": lse}, recorder)

@@ -43,7 +43,7 @@ def _wheel_sm90(heads: int, dim: int, slots: int, tokens: int) -> object:
 
 
 def _hopper(D: int, H: int, deterministic: bool, slots: int, tokens: int) -> object:
-    return project_hopper.example(D, H, slots, tokens, deterministic)
+    return project_hopper.example(D, H, slots, tokens, deterministic, multiprocessors=1)
 
 
 def _hopper_forward(D: int, H: int, slots: int, tokens: int) -> object:
