@@ -707,6 +707,8 @@ def build(plan: Plan) -> PrimFunc:
                     )  # fmt: skip
                     step += blocks
                     if TAIL and blocks > 0:
+                        # Through the place of P, which other warps may still read.
+                        T.sync_threads(LEAVES[2], WARPGROUP)
                         leave_dq(
                             dq_f, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D,
                             LEAVES[2],
