@@ -261,6 +261,13 @@ def build(plan: Plan) -> PrimFunc:
             acc[k, d] *= sm_scale
 
     @T.macro
+    def begin_chunk(acc, dS_s, QdO_s, none):
+        T.call_extern(
+            "handle", f"sparse_mla::begin_chunk<{DTYPE}>", acc.data, T.access_ptr(dS_s[0, 0], "r", 1),
+            T.access_ptr(QdO_s[0, FIRST], "r", 1), none,
+        )  # fmt: skip
+
+    @T.macro
     def chunk(
         start, first, frees, freed, valid, acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, further, rows, row_bytes, sm_scale
     ):  # fmt: skip
@@ -298,22 +305,22 @@ def build(plan: Plan) -> PrimFunc:
             )  # fmt: skip
         for c in T.serial(D_V // CHUNK - 1):
             chunk(
-                (c + 1) * CHUNK, False, (c == D_V // CHUNK - 2) & (i + 1 < blocks if TAIL else True), ds_free, valid,
+                (c + 1) * CHUNK, False, (c == D_V // CHUNK - 2) & (i + 1 < blocks), ds_free, valid,
                 acc, kept, p, dq_t, dS_s, QdO_s, KV_s, to, CHUNK, rows, row_bytes, sm_scale,
             )  # fmt: skip
-            if (i + 1 == blocks) & (c % 2 == 0):
-                T.barrier_arrive(heads_free[c // 2])
+            T.call_extern(
+                "handle", "sparse_mla::arrive_if", T.cast((i + 1 == blocks) & (c % 2 == 0), "int32"),
+                heads_free + T.cast(c * 4, "uint32"),
+            )  # fmt: skip
         keep(acc, kept)
         add(0, valid, acc, to, rows, row_bytes)
+        # The next block's first.
         if i + 1 < blocks:
-            # The next block's first.
             T.barrier_wait(ds_ready, (step + 1) & 1)
-            T.wgmma_gemm(dS_s, QdO_s[:ROWS, FIRST : FIRST + CHUNK], acc, clear_accum=True)
-            add(1, valid, kept, to, rows, row_bytes)
-            T.wait_wgmma(0)
-            scale(acc, sm_scale)
-        else:
-            add(1, valid, kept, to, rows, row_bytes)
+        begin_chunk(acc, dS_s, QdO_s, i + 1 == blocks)
+        add(1, valid, kept, to, rows, row_bytes)
+        T.wait_wgmma(0)
+        scale(acc, sm_scale)
         to[0] += (FIRST - D_V + CHUNK) * 4
 
     @T.macro
@@ -734,6 +741,8 @@ def build(plan: Plan) -> PrimFunc:
                 else:
                     dq_t = acc
                 kept = T.alloc_local([16], fp32)
+                heads_free_at = T.alloc_var("uint32")
+                heads_free_at = T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(heads_free[0]))
                 for w in T.serial(mine):
                     find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     length = T.cast(K, "int32")
@@ -749,7 +758,7 @@ def build(plan: Plan) -> PrimFunc:
                         if TAIL:
                             start_dq(dq_t, Sums, starts, cta, D_V, D)
                         T.barrier_wait(ds_ready, step & 1)
-                        T.wgmma_gemm(dS_s, QdO_s[:ROWS, FIRST : FIRST + CHUNK], acc, clear_accum=True)
+                        begin_chunk(acc, dS_s, QdO_s, False)
                         T.wait_wgmma(0)
                         scale(acc, sm_scale)
                         for i in T.serial(blocks):
@@ -769,12 +778,12 @@ def build(plan: Plan) -> PrimFunc:
                             ):
                                 stream(
                                     "true", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
-                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free,
+                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free_at,
                                 )  # fmt: skip
                             else:
                                 stream(
                                     "false", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
-                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free,
+                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free_at,
                                 )  # fmt: skip
                             step += 1
                         if TAIL:
@@ -786,6 +795,6 @@ def build(plan: Plan) -> PrimFunc:
                                 dq_t, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale,
                                 D_V, D, LEAVES[2],
                             )  # fmt: skip
-                            T.barrier_arrive(ds_free)
+                        T.barrier_arrive(ds_free)
 
     return sparse_mla_bwd

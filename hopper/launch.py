@@ -391,15 +391,19 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
-def _rounds(problem: Problem, gather: Gather, units: int) -> tuple[int, int]:
+def _rounds(problem: Problem, gather: Gather, units: int, whole: bool) -> tuple[int, int]:
     """CTAs that go over tiles, and how many each, where `units` multiprocessors have one.
 
-    A CTA of every SM goes over lists of one length. Where lengths differ it does so for most of them, and each of the
-    rest has a CTA of its own, which goes to the SM that is free first.
+    A CTA of every SM goes over lists of one length, in a backward (`whole`) over as many as all have; where lengths
+    differ it does so for most of them. Each of the rest has a CTA of its own, which goes to the SM that is free first.
     """
     tiles = problem.B * gather.slots.shape[1] * problem.G * _tiles(problem)
-    has_length = gather.flags[1]
-    return units, max(1, int(STAYING * (tiles // units)) if has_length else -(-tiles // units))
+    has_length, rounds = gather.flags[1], tiles // units
+    if has_length:
+        rounds = int(STAYING * rounds)
+    elif not whole:
+        rounds = -(-tiles // units)
+    return units, max(1, rounds)
 
 
 def _ahead(problem: Problem, gather: Gather, units: int) -> int:
@@ -423,7 +427,7 @@ def fwd(
         _build().kernel("forward", gather.plan(problem))(
             q, kv, *gather.tensors, _sink(problem, attn_sink, q.device), out, lse,
             scale_log2, problem.heads_per_group, _tiles(problem), gather.wanted, *gather.flags,
-            *_rounds(problem, gather, units), _ahead(problem, gather, units),
+            *_rounds(problem, gather, units, False), _ahead(problem, gather, units),
         )  # fmt: skip
     return out, lse
 
@@ -539,7 +543,7 @@ def _by_products(
             where = (gather.tile_0, first, pieces.slots)
             backward(
                 q, kv, dout, *of_part, *of_rows, dq, factors, sums, *scales, heads, 1, -1, *where, int(first == 0),
-                int(taken.stop >= capacity), *gather.flags, has_sink, *_rounds(problem, gather, units),
+                int(taken.stop >= capacity), *gather.flags, has_sink, *_rounds(problem, gather, units, True),
             )  # fmt: skip
             find(gather.slots, gather.lengths, places, distinct, first, pieces.slots)
             multiply(q, dout, factors, places, dkv, scales[1], heads, gather.tile_0, pieces.slots)
@@ -667,7 +671,7 @@ def _in_order(
                 q, kv, dout, slots, bits, *gather.tensors[2:], *of_rows, dq, terms.view(-1), sums,
                 *scales, problem.heads_per_group, _tiles(problem), -1, gather.tile_0, taken.start, parts.slots,
                 int(part == 0), int(part == parts.parts - 1), *gather.flags, has_sink,
-                *_rounds(problem, gather, units),
+                *_rounds(problem, gather, units, True),
             )  # fmt: skip
             sorter.beside.wait(mine)
             of_part = slots.shape[0] * slots.shape[1] * slots.shape[2] * _tiles(problem) * parts.slots
@@ -725,7 +729,7 @@ def bwd(
             build.kernel("backward", gather.plan(problem))(
                 q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
                 *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
-                *gather.flags, has_sink, *_rounds(problem, gather, units),
+                *gather.flags, has_sink, *_rounds(problem, gather, units, True),
             )  # fmt: skip
     d_sink = -sink_shares.view(-1, H).sum(dim=0) if has_sink else None
     if dkv is None and dkv_dtype in (None, kv.dtype):

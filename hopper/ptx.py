@@ -192,6 +192,16 @@ __device__ __forceinline__ void say_slots(const void *rows, const void *to, cons
     static_cast<int *>(const_cast<void *>(slot_to))[16 * r] = static_cast<const int *>(to)[r];
   }
 }
+// An arrival, predicated, not branched around.
+__device__ __forceinline__ void arrive_if(int yes, unsigned barrier) {
+  asm volatile("{\n"
+               ".reg .pred yes;\n"
+               "setp.ne.s32 yes, %1, 0;\n"
+               "@yes mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+               "}" ::"r"(barrier),
+               "r"(yes)
+               : "memory");
+}
 // Whether a warp finds no negative row among 64.
 __device__ __forceinline__ int all_valid(const void *rows) {
   const int *row = static_cast<const int *>(rows) + threadIdx.x % 32;
@@ -250,6 +260,24 @@ template <tl::DataType Type> __device__ __forceinline__ void add_dq(void *accumu
         uint64_t(a + (k * 2048 >> 4)), uint64_t(b + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(acc), 1);
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, 64);
+}
+// [64 x 64] accumulator = dS of 64 slots times 64 columns of q, under way. With `none` it is of no use, and made of dS
+// alone: an accumulator that a product is not for sure made in, ptxas has no registers for.
+template <tl::DataType Type>
+__device__ __forceinline__ void begin_chunk(void *accumulator, const void *dS, const void *q, bool none) {
+  float *acc = static_cast<float *>(accumulator);
+  tl::GmmaDescriptor by_slots, q_columns;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(by_slots, const_cast<void *>(dS));
+  tl::initialize_wgmma_descriptor<1, 0, 64>(q_columns, const_cast<void *>(none ? dS : q));
+  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
+        uint64_t(by_slots + (k * 32 >> 4)), uint64_t(q_columns + (k * 2048 >> 4)), reinterpret_cast<uint32_t *>(acc),
+        k > 0);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(acc, 32);
 }
 // [64 x 64] accumulators, in one group: `accumulator` = dS of 64 slots times 64 columns of q, `dq` += dS^T times 64
 // columns of kv.
