@@ -285,8 +285,10 @@ def build(plan: Plan) -> PrimFunc:
             T.wgmma_gemm(dS_s, QdO_s[:ROWS, start : start + CHUNK], acc, clear_accum=True)
         add(1, valid, kept, to, rows, row_bytes)
         T.wait_wgmma(0)
-        if frees:
+        if first:
             T.barrier_arrive(freed)
+        else:
+            T.call_extern("handle", "sparse_mla::arrive_if", T.cast(frees, "int32"), freed)
         scale(acc, sm_scale)
         T.wgmma_gemm(p, QdO_s[ROWS:, start : start + CHUNK], acc)
         T.wait_wgmma(0)
@@ -742,6 +744,8 @@ def build(plan: Plan) -> PrimFunc:
                     dq_t = acc
                 kept = T.alloc_local([16], fp32)
                 heads_free_at = T.alloc_var("uint32")
+                ds_free_at = T.alloc_var("uint32")
+                ds_free_at = T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(ds_free[0]))
                 heads_free_at = T.call_extern("uint32", "sparse_mla::kept_shared", T.address_of(heads_free[0]))
                 for w in T.serial(mine):
                     find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
@@ -778,12 +782,12 @@ def build(plan: Plan) -> PrimFunc:
                             ):
                                 stream(
                                     "true", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
-                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free_at,
+                                    row_bytes, sm_scale, ds_ready, ds_free_at, tail_free, heads_free_at,
                                 )  # fmt: skip
                             else:
                                 stream(
                                     "false", i, step, blocks, acc, kept, p_b, dq_t, dS_s, QdO_s, KV_s, to, my_rows,
-                                    row_bytes, sm_scale, ds_ready, ds_free, tail_free, heads_free_at,
+                                    row_bytes, sm_scale, ds_ready, ds_free_at, tail_free, heads_free_at,
                                 )  # fmt: skip
                             step += 1
                         if TAIL:
