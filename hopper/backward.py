@@ -40,7 +40,7 @@ the next are a few thousand clocks apart, where a CTA of its own begins after ni
     dq leaves                     dq 0, 1 leave, each frees       ...
     list, rows                      its kv_free                   q, dout n not used any more: heads_free[n]
     wait heads_free[0], q, dout 0                                   (n = 0, 1, 2, 3)
-    wait kv_free, tail_free,                                      adds of the last chunk
+    wait kv_free[0], [1],                                         adds of the last chunk
       gather 0, 1, 2, 3           wait kv_ready[n],               dq tail leaves through the place of P
     wait heads_free[n], q, dout n   [S^T dP^T] += K_n ...         frees ds_free
     dout out, stats_ready         wait stats_ready; P, dS         wait ds_ready ...
@@ -551,8 +551,7 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(kv_free[1], (step & 1) ^ 1)
                         gather(1, KV_s, r0, c0, source, ok)
                         gather(2, KV_s, r0, c0, source, ok)
-                        if TAIL:
-                            T.barrier_wait(tail_free, (step & 1) ^ 1)
+                        # Its tail has been free since before `heads_free[0]`.
                         gather(3, KV_s, r0, c0, source, ok)
                         # While they come, out.
                         find_rows(out_at, there, Out, b, t, head_0, heads, TOKENS, left, r0, c0)
