@@ -165,7 +165,7 @@ from tests import sanitize
 started = subprocess.Popen
 with patch.object(subprocess, "Popen", lambda command, **options: started(("sleep", "60"), **options)):
     signal.signal(signal.SIGTERM, sanitize.end)
-    threading.Thread(target=sanitize.sanitized, args=("memcheck", 0, 50), daemon=True).start()
+    threading.Thread(target=sanitize.watched, args=("memcheck", 0, 50), daemon=True).start()
     while not sanitize.RUNNING:
         time.sleep(0.01)
     print(*sanitize.RUNNING, flush=True)
