@@ -93,7 +93,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.device_name = env.device_name(self.device)
-        commit = git_commit(Path(cute_sparse_mla.__file__).parent)
+        commit = git_commit(Path(cute_sparse_mla.__file__).resolve().parent)
         self.versions = env.versions(*DISTRIBUTIONS) | {"cute_sparse_mla": cute_sparse_mla.__version__}
         self.versions |= {"commit": commit} if commit else {}
 

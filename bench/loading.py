@@ -60,15 +60,17 @@ def version_of(module: ModuleType, distribution: str | None = None) -> str | Non
         except importlib.metadata.PackageNotFoundError:
             pass
     file = getattr(module, "__file__", None)
-    commit = git_commit(Path(file).resolve().parent) if file else None
+    commit = git_commit(Path(file).resolve()) if file else None
     return f"git {commit}" if commit else getattr(module, "__version__", None)
 
 
-def git_commit(folder: Path) -> str | None:
-    """Short commit of the checkout that holds `folder`, `None` outside one."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+def git_commit(path: Path) -> str | None:
+    """Short commit of the checkout that tracks a file or folder, `None` where none does (a copy inside one is none)."""
+    git = ["git", "-C", str(path if path.is_dir() else path.parent)]
+    command = [*git, "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        subprocess.run([*git, "ls-files", "--error-unmatch", str(path)], capture_output=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()

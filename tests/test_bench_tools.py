@@ -16,6 +16,7 @@ import cute_sparse_mla
 from bench import cli, counters, gaps, tune
 from bench.harness import Run
 from bench.implementations import Ours
+from bench.loading import git_commit
 from bench.report import read_jsonl
 from bench.shapes import plain_shape
 from cute_sparse_mla import config, env
@@ -164,7 +165,7 @@ from tests import sanitize
 started = subprocess.Popen
 with patch.object(subprocess, "Popen", lambda command, **options: started(("sleep", "60"), **options)):
     signal.signal(signal.SIGTERM, sanitize.end)
-    threading.Thread(target=sanitize.sanitized, args=("memcheck", 0, 50), daemon=True).start()
+    threading.Thread(target=sanitize.watched, args=("memcheck", 0, 50), daemon=True).start()
     while not sanitize.RUNNING:
         time.sleep(0.01)
     print(*sanitize.RUNNING, flush=True)
@@ -192,3 +193,22 @@ def test_full_runs_parts_and_leaves_out_what_it_cannot(
     assert rows[0]["said"].startswith("clean") and "no-such-target" in rows[1]["said"]
     assert "parallel-h200: left out, needs 99 Hopper GPUs" in capsys.readouterr().out
     assert full.missing("parallel-h200", 99, None) == ""
+
+
+def test_the_commit_of_a_file_is_of_the_checkout_that_tracks_it(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(("git", *who, *words), cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    folder = tmp_path / "peer"
+    folder.mkdir()
+    tracked, copied = folder / "tracked.py", tmp_path / "copied.py"
+    for file in (tracked, copied):
+        file.touch()
+    git("init", "-q")
+    assert git_commit(tracked) is None  # no commit yet
+    git("add", "peer")
+    git("commit", "-q", "-m", "one")
+    assert git_commit(tracked) == git_commit(folder) == git("rev-parse", "--short=12", "HEAD").strip()
+    assert git_commit(copied) is None
+    assert git_commit(tmp_path / "missing" / "file.py") is None
