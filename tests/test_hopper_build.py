@@ -77,6 +77,16 @@ def test_token_groups_that_do_not_fit_are_refused(tested_version: None) -> None:
         launch.check(problem(9), SparseAttentionConfig(tokens_per_tile=8))
 
 
+@pytest.mark.parametrize(("has_length", "whole", "rounds"), [(0, False, 5), (0, True, 4), (1, False, 3), (1, True, 3)])
+def test_tiles_of_a_cta(has_length: int, whole: bool, rounds: int) -> None:
+    """Of 9 tiles on 2 multiprocessors: a forward's CTA has one more than all have, a backward's has not."""
+    slots = torch.empty((1, 9, 1, 64), dtype=torch.int32)
+    nothing = torch.empty(0)
+    gather = launch.Gather(1, slots, nothing, nothing, nothing, nothing, -1, (0, has_length, 0))
+    assert launch._rounds(problem(S=9), gather, 2, whole) == (2, rounds)
+    assert launch._rounds(problem(S=9), gather, 100, whole) == (100, 1)
+
+
 def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.14")
     launch._check_tilelang.cache_clear()
