@@ -33,8 +33,9 @@ once for both, and no accumulator passes through shared memory.
 CTAs go over tiles as the forward's do (`tile.ctas_of`). Under the adds of a tile's last block dq leaves through the
 columns of KV that it is made of, block 0 of the next tile is gathered, and its q and dout come group by group of
 columns, in the order in which the stream and then the scores of the next tile go through them; the copy warpgroup, with
-nothing else to do, makes the rows' values from its dout and from out. So the last adds of a tile and the first ones of
-the next are a few thousand clocks apart, where a CTA of its own begins after nine thousand.
+nothing else to do, makes the rows' values from its dout and from out. A CTA of its own has nine thousand clocks of this
+before its first adds. The stream's loop is a chain of instructions that sets the time where the L2 does not: no branch
+around a product, no address of a barrier made anew (a fifth more instructions cost 10 to 18 %).
 
     copy warpgroup                scores' warpgroup               stream, last block
     dq leaves                     dq 0, 1 leave, each frees       ...
