@@ -52,7 +52,7 @@ sm_scale dS instead missed the per-row limit at large scores. P, dS and what is 
 
 A kernel that stores `TERMS` (`ordered.py`) or `FACTORS` (`products.py`) does the same for a part of each list, of which
 its `Indices` are a view from slot `slot_0` on; dq may start from the sums that the part before has left in `Sums`, in
-fp32 and unscaled, and leave its own there. What slot k of CTA x adds, or its P and dS of the tile's 64 rows, are stored
+fp32 and unscaled, and leave its own there. What slot k of tile x adds, or P and dS of its 64 rows, are stored
 in row `x part_slots + k` of `dKV`.
 """
 
@@ -355,22 +355,22 @@ def build(plan: Plan) -> PrimFunc:
                 T.barrier_arrive(ds_free)
 
     @T.macro
-    def start_dq(dq, Sums, starts, cta, first, last):
+    def start_dq(dq, Sums, starts, x, first, last):
         if IN_PARTS and starts == 0:
             for h, d in T.Parallel(ROWS, last - first):
-                dq[h, d] = Sums[(cta * ROWS + h) * D + first + d]
+                dq[h, d] = Sums[(x * ROWS + h) * D + first + d]
         else:
             T.fill(dq, 0)
 
     @T.macro
     def leave_dq(
-        dq, X_s, x_row, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, first, last, barrier
+        dq, X_s, x_row, dQ, Sums, ends, x, b, t, head_0, heads, left, lane, dq_scale, first, last, barrier
     ):  # fmt: skip
         # Columns [first, last) of the tile, through the same columns of shared memory from row `x_row` on; a named
         # barrier a warpgroup.
         if IN_PARTS and ends == 0:
             for h, d in T.Parallel(ROWS, last - first):
-                Sums[(cta * ROWS + h) * D + first + d] = dq[h, d]
+                Sums[(x * ROWS + h) * D + first + d] = dq[h, d]
         else:
             T.call_extern(
                 "handle", f"sparse_mla::store_scaled<{ELEMENT[dtype]}, {(last - first) // 64}>", dq.data, dq_scale,
@@ -381,7 +381,7 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def leave_empty(
-        dQ, Sums, SinkShares, starts, ends, has_sink, cta, b, t, head_0, heads, left, lane, dq_scale
+        dQ, Sums, SinkShares, starts, ends, has_sink, x, b, t, head_0, heads, left, lane, dq_scale
     ):  # fmt: skip
         # Of a tile without slots: dq and shares are 0, or of a part without slots what the sums say.
         if (has_sink & starts != 0) & (lane < ROWS) & exists(lane, TOKENS, heads, left):
@@ -393,11 +393,11 @@ def build(plan: Plan) -> PrimFunc:
                 values[v] = 0
             if IN_PARTS and starts == 0:
                 for v in T.unroll(VECTOR):
-                    values[v] = product(Sums[(cta * ROWS + row) * D + column + v], dq_scale)
+                    values[v] = product(Sums[(x * ROWS + row) * D + column + v], dq_scale)
             if IN_PARTS and ends == 0:
                 if starts != 0:
                     for v in T.vectorized(VECTOR):
-                        Sums[(cta * ROWS + row) * D + column + v] = 0
+                        Sums[(x * ROWS + row) * D + column + v] = 0
             elif exists(row, TOKENS, heads, left):
                 for v in T.vectorized(VECTOR):
                     dQ[b, t + token_of(row, TOKENS), head_0 + head_of(row, TOKENS), column + v] = T.cast(
@@ -516,14 +516,14 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
-                    cta = T.cast(start + w * ctas, i64)
+                    x = T.cast(start + w * ctas, i64)
                     length = T.cast(K, "int32")
                     if has_length != 0:
                         length = length_of(Lengths, at, slot_0)
                     blocks = T.ceildiv(length, BLOCK_K)
                     if blocks == 0:
                         leave_empty(
-                            dQ, Sums, SinkShares, starts, ends, has_sink, cta, b, t, head_0, heads, left, lane, dq_scale
+                            dQ, Sums, SinkShares, starts, ends, has_sink, x, b, t, head_0, heads, left, lane, dq_scale
                         )
                     else:
                         limit = S_kv
@@ -579,7 +579,7 @@ def build(plan: Plan) -> PrimFunc:
                             has_sink & starts, stats_ready, S, H,
                         )  # fmt: skip
 
-                        start_dq(dq_r, Sums, starts, cta, HALF, D_V)
+                        start_dq(dq_r, Sums, starts, x, HALF, D_V)
                         # Iteration i finishes block i and gathers the next.
                         for i in T.serial(blocks):
                             T.barrier_wait(ds_ready, step & 1)
@@ -606,7 +606,7 @@ def build(plan: Plan) -> PrimFunc:
                                 T.cp_async_barrier_noinc(kv_ready[3])
                             step += 1
                         leave_dq(
-                            dq_r, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V,
+                            dq_r, KV_s, 0, dQ, Sums, ends, x, b, t, head_0, heads, left, lane, dq_scale, HALF, D_V,
                             LEAVES[0],
                         )  # fmt: skip
                         T.sync_threads(LEAVES[0], WARPGROUP)
@@ -631,9 +631,9 @@ def build(plan: Plan) -> PrimFunc:
                         length = length_of(Lengths, at, slot_0)
                     blocks = T.ceildiv(length, BLOCK_K)
                     if blocks > 0:
-                        cta = T.cast(start + w * ctas, i64)
-                        start_dq(dq_0, Sums, starts, cta, 0, 128)
-                        start_dq(dq_1, Sums, starts, cta, 128, HALF)
+                        x = T.cast(start + w * ctas, i64)
+                        start_dq(dq_0, Sums, starts, x, 0, 128)
+                        start_dq(dq_1, Sums, starts, x, 128, HALF)
                         for i in T.serial(blocks):
                             scores(0, step, KV_s, QdO_s, s, dp, kv_ready)
                             scores(1, step, KV_s, QdO_s, s, dp, kv_ready)
@@ -681,12 +681,12 @@ def build(plan: Plan) -> PrimFunc:
                         find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                         b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
                         leave_dq(
-                            dq_0, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 0, 128,
+                            dq_0, KV_s, 0, dQ, Sums, ends, x, b, t, head_0, heads, left, tx, dq_scale, 0, 128,
                             LEAVES[1],
                         )  # fmt: skip
                         T.barrier_arrive(kv_free[0])
                         leave_dq(
-                            dq_1, KV_s, 0, dQ, Sums, ends, cta, b, t, head_0, heads, left, tx, dq_scale, 128, HALF,
+                            dq_1, KV_s, 0, dQ, Sums, ends, x, b, t, head_0, heads, left, tx, dq_scale, 128, HALF,
                             LEAVES[1],
                         )  # fmt: skip
                         T.barrier_arrive(kv_free[1])
@@ -703,15 +703,15 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
-                    cta = T.cast(start + w * ctas, i64)
+                    x = T.cast(start + w * ctas, i64)
                     length = T.cast(K, "int32")
                     if has_length != 0:
                         length = length_of(Lengths, at, slot_0)
                     blocks = T.ceildiv(length, BLOCK_K)
                     if TAIL:
-                        start_dq(dq_f, Sums, starts, cta, D_V, D)
+                        start_dq(dq_f, Sums, starts, x, D_V, D)
                     store_factors(
-                        blocks, step, cta * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free,
+                        blocks, step, x * part_slots, lane_f, dKV, dS_s, P_s, KV_s, dq_f, ds_ready, p_ready, ds_free,
                         tail_free, heads_free,
                     )  # fmt: skip
                     step += blocks
@@ -719,7 +719,7 @@ def build(plan: Plan) -> PrimFunc:
                         # Through the place of P, which other warps may still read.
                         T.sync_threads(LEAVES[2], WARPGROUP)
                         leave_dq(
-                            dq_f, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D,
+                            dq_f, QdO_s, ROWS, dQ, Sums, ends, x, b, t, head_0, heads, left, lane_f, dq_scale, D_V, D,
                             LEAVES[2],
                         )  # fmt: skip
                         T.barrier_arrive(ds_free)
@@ -754,13 +754,11 @@ def build(plan: Plan) -> PrimFunc:
                         length = length_of(Lengths, at, slot_0)
                     blocks = T.ceildiv(length, BLOCK_K)
                     if blocks > 0:
-                        cta = T.cast(start + w * ctas, i64)
-                        row_0 = (
-                            cta * part_slots if ORDERED else T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)
-                        ) * D
+                        x = T.cast(start + w * ctas, i64)
+                        row_0 = (x * part_slots if ORDERED else T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                         to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(FIRST, i64))
                         if TAIL:
-                            start_dq(dq_t, Sums, starts, cta, D_V, D)
+                            start_dq(dq_t, Sums, starts, x, D_V, D)
                         T.barrier_wait(ds_ready, step & 1)
                         begin_chunk(acc, dS_s, QdO_s, False)
                         T.wait_wgmma(0)
@@ -796,7 +794,7 @@ def build(plan: Plan) -> PrimFunc:
                             find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                             b, ti, g, t, head_0, heads, left = extent(at, tile_0, heads_per_group)
                             leave_dq(
-                                dq_t, QdO_s, ROWS, dQ, Sums, ends, cta, b, t, head_0, heads, left, lane_b, dq_scale,
+                                dq_t, QdO_s, ROWS, dQ, Sums, ends, x, b, t, head_0, heads, left, lane_b, dq_scale,
                                 D_V, D, LEAVES[2],
                             )  # fmt: skip
                         T.barrier_arrive(ds_free)
