@@ -77,10 +77,13 @@ SMALLER_LISTS: dict[int, union_lists.Sizes] = {2: ((8_192, 128),)}
 # 32 heads: 1674 us where each tile has its own CTA, 1634 with half, 1602 with three quarters, 1593 so; 8 heads 505,
 # 495, 487, 489.)
 STAYING = 0.9
-# Backward over 131,072 rows, D 512, K 2048, 64 heads (ms): 32,768 tokens 98.8 in launches of 8192 tokens, 79.8 of four
-# waves, 77.4 of two; 65,536 rows, 16,384 tokens 36.6 and 29.9, but with two tokens a tile 26.6 and 27.8; over 32,768
-# rows two waves cost 4 %, as with K 640 over 65,536, where a wave adds to a row once.
-FAR, LEAST_ADDS, FAR_WAVES = 2, 2.0, 2
+# Waves of CTAs in a launch of a backward in order whose dkv exceeds the L2: `NEAR_WAVES` up to `FAR` times, beyond that
+# `FAR_WAVES`; groups of tokens, which add to fewer rows, count half of it. (D 576, K 2048, ms, all tiles in one launch
+# or of 2, 4, 8, 16, 32 waves. 64 heads, 32,768 tokens over as many rows 64.1; -, 56.6, 55.2, 56.0, 60.2, 4096 tokens
+# 9.0; -, 7.8, 7.7; over 65,536 rows 13.2; 9.5, 9.8, 11.1, 65,536 tokens 163.7; 115.8, 121.3, 119.8, 129.1. 16 heads, 4
+# tokens a tile, 65,536 tokens 139.7; 93.7, 89.4, 92.5, 96.5, 111.1, 32,768 over as many 40.1; -, 41.3, 40.5, 39.7.)
+# Where a wave adds to a row once, fewer tiles a launch cost time: K 640 over 65,536 rows 4 %.
+FAR, LEAST_ADDS, NEAR_WAVES, FAR_WAVES = 2, 2.0, 8, 2
 SORT_BYTES = 64 << 20  # scratch for rows in rising order
 # Bytes of a deterministic backward beside fp32 dkv and per-row values, those of a term while torch sorts (two sorts at
 # a time), and multiprocessors that the main kernel leaves to the sort.
@@ -250,14 +253,16 @@ def per_mille(problem: Problem, tokens: int, device: torch.device, purpose: Purp
 def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
     """Tiles along the sequence of a backward's launch that takes rows in order.
 
-    Its CTAs start at the first row together and drift apart. Where dkv is far larger than the L2, and the CTAs of a
-    wave add to most rows more than once, launches of few waves keep them together.
+    Its CTAs start at the first row together and drift apart. Where dkv is larger than the L2, and the CTAs of a wave
+    add to most rows more than once, launches of few waves keep them together.
     """
     a_tile, units = problem.B * problem.G * _tiles(problem), env.multiprocessors(device)
     adds = units * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
-    if dkv_bytes(problem) <= FAR * min(tokens, 2) * L2_BYTES or adds < LEAST_ADDS:
+    room = min(tokens, 2) * L2_BYTES
+    if dkv_bytes(problem) <= room or adds < LEAST_ADDS:
         return problem.S
-    return max(1, FAR_WAVES * units // a_tile)
+    waves = FAR_WAVES if dkv_bytes(problem) > FAR * room else NEAR_WAVES // min(tokens, 2)
+    return max(1, waves * units // a_tile)
 
 
 def _union_plan_of(problem: Problem, tokens: int) -> UnionPlan:

@@ -29,9 +29,10 @@ BARRIER_BYTES = 256
 LINE = 128  # bytes of a line of the caches
 L2_BYTES = 50 << 20  # of an H100 and an H200: past it adds to dkv slow down by half unless CTAs add to the same rows
 
-# Threads of the CTAs that make union lists, on a multiprocessor: 40 registers each. (72 registers: 65, 80 and 117 us
-# for 8, 4 and 2 tokens a tile, 16,384 tokens, K 640 of 20,480 rows; 40: 56, 69 and 108. At 4096 tokens no difference.)
-LIST_THREADS = 1536
+# Threads of the CTAs that make union lists, on a multiprocessor: 48 registers each. (1536 of 40, which spill more:
+# 28.5 us for 8 tokens a tile, 4096 tokens, K 2048 of 8192 rows, 48: 26.4; 16,384 tokens, K 640 of 20,480 rows, 8, 4
+# and 2 tokens: 35, 47 and 52, 48: 34, 47 and 54.)
+LIST_THREADS = 1280
 FACTOR_COLUMNS = 2 * ROWS  # of a slot: dS and P of the rows of its tile
 PRODUCT_ROWS, PRODUCT_STAGES = 2 * ROWS, 4  # rows of kv of a CTA that multiplies factors, and tiles in its ring
 MOST_TILES = 512  # tiles whose factors are multiplied at a time

@@ -5,10 +5,11 @@
 distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, by row and
 token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
-The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, and one scan writes
-the slots, which a warp puts side by side in shared memory before it stores them. Bits that were set already are the
-repeats; they are put down at the end of the list's room and moved up last. Of a kv longer than `span` the ranges that
-hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range, where the next
+The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, without a look at
+what was there, and one scan writes the slots, a piece of the range a warp at a time, which the warp puts side by side
+in shared memory before it stores them. Where fewer bits are set than there were entries they are set once more, to find
+the repeats, which are put down at the end of the list's room and moved up last. Of a kv longer than `span` the ranges
+that hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range, where the next
 begins. No other memory is used and nothing sorted.
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
@@ -28,56 +29,204 @@ from .plan import LIST_THREADS
 from .ptx import LEAVE
 from .tile import find_tile, leave_unless_chosen, limit_at
 
-# Words of shared state: next row, repeats, rows counted by each of up to 32 warps.
-STATE = 2 + 32
+# Words of shared state: three offsets, next row, repeats, decision, and how many entries more than bits each of up to
+# 32 warps found. Behind them stand the numbers of rows of the range's pieces.
+STATE = 9 + 32
 # Rows of a warp that are put side by side before they are stored.
 STAGED = 256
+LEAST_PIECE = 256  # rows of a piece of the range, or twice as many
 UNION = r"""
 namespace sparse_mla {
-// The lowest bit of every `Width`-bit field of a word that is not zero.
+constexpr int None = 0x7fffffff;
+// Vectors of 16 bytes of a list that a lane has in flight.
+constexpr int LIST_LOADS = 4, SAMPLE_LOADS = 4;
+// Rows of a lane's 16 up to which a loop over them takes less time than a look at each.
+constexpr unsigned FEW_ROWS = 7;
+// The lowest bit of a word that is not zero.
+__device__ __forceinline__ int lowest(unsigned word) { return __popc(~word & (word - 1)); }
+// The highest bit of every `Width`-bit field of a word that is not zero.
 template <int Width>
-__device__ __forceinline__ unsigned taken(unsigned word) {
+__device__ __forceinline__ unsigned marks(unsigned word) {
+  constexpr unsigned High = Width == 16 ? 0x80008000u : Width == 8 ? 0x80808080u : Width == 4 ? 0x88888888u
+                          : Width == 2 ? 0xaaaaaaaau : ~0u;
+  return Width == 1 ? word : (((word & ~High) + ~High) | word) & High;
+}
+// Bit n: whether field n of a word is not zero.
+template <int Width>
+__device__ __forceinline__ unsigned fields_of(unsigned word) {
+  unsigned x = marks<Width>(word) >> (Width - 1);
+  if constexpr (Width == 8) return x * 0x10204080u >> 28;  // the sum's highest bits are the four fields
+  if constexpr (Width <= 2) x = Width == 2 ? (x | x >> 1) & 0x33333333u : x;
+  if constexpr (Width == 2) x = (x | x >> 2) & 0x0f0f0f0fu;
+  if constexpr (Width == 4) x = (x | x >> 3) & 0x03030303u;
+  if constexpr (Width == 4) x = (x | x >> 6) & 0x000f000fu;
+  if constexpr (Width == 2) x = (x | x >> 4) & 0x00ff00ffu;
+  if constexpr (Width == 4) x = (x | x >> 12) & 0xffu;
+  if constexpr (Width == 2) x = (x | x >> 8) & 0xffffu;
+  return x;
+}
+// What a lane looks at a time: 16 rows, or the 8 of 16 bytes.
+template <int Width>
+struct Unit {
+  static constexpr int Rows = Width == 16 ? 8 : 16;
+  unsigned words[Width < 2 ? 1 : Width < 16 ? Width / 2 : 4];
+  __device__ __forceinline__ static Unit read(const void *masks, int number, bool there) {
+    Unit unit = {};
+    if constexpr (Width == 1) {
+      if (there) unit.words[0] = static_cast<const unsigned short *>(masks)[number];
+    } else {
+      using Vector = std::conditional_t<Width == 2, unsigned, std::conditional_t<Width == 4, uint2, uint4>>;
+      if (there) *reinterpret_cast<Vector *>(unit.words) = static_cast<const Vector *>(masks)[number];
+    }
+    return unit;
+  }
+  __device__ __forceinline__ unsigned any() const {
+    unsigned all = 0;
 #pragma unroll
-  for (int step = 1; step < Width; step *= 2) word |= word >> step;
-  return word & (Width == 16 ? 0x00010001u : Width == 8 ? 0x01010101u : Width == 4 ? 0x11111111u
-                 : Width == 2 ? 0x55555555u : ~0u);
+    for (const unsigned word : words) all |= word;
+    return all;
+  }
+  __device__ __forceinline__ int bits() const {
+    int count = 0;
+#pragma unroll
+    for (const unsigned word : words) count += __popc(word);
+    return count;
+  }
+  // Rows that have a bit.
+  __device__ __forceinline__ int taken() const {
+    unsigned all = 0;
+    int place = 0;
+#pragma unroll
+    for (const unsigned word : words) all |= marks<Width>(word) >> place++;
+    return __popc(all);
+  }
+  // The same, bit n for row n.
+  __device__ __forceinline__ unsigned rows() const {
+    unsigned all = 0;
+    int place = 0;
+#pragma unroll
+    for (const unsigned word : words) all |= fields_of<Width>(word) << 32 / Width * place++;
+    return all;
+  }
+};
+template <int Width>
+__device__ __forceinline__ unsigned field_at(const void *masks, int row) {
+  if constexpr (Width == 16) return static_cast<const unsigned short *>(masks)[row];
+  constexpr int PerWord = 32 / Width;
+  return static_cast<const unsigned *>(masks)[row / PerWord] >> row % PerWord * Width & (2u << (Width - 1)) - 1;
+}
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += below;
+  }
+  return value;
 }
 __device__ __forceinline__ int sum_of_warp(unsigned value) {
   return static_cast<int>(__reduce_add_sync(~0u, value));
 }
-// Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
-// state[1], both zeroed by the caller.
-template <typename Index, int Tokens, int Threads, int Words>
-__device__ __forceinline__ void sample_union(const void *list, long long token_stride, long long slot_stride,
-                                             const int *lengths, const int *limits, int step, int phase, void *masks,
-                                             int *state) {
-  constexpr int Warps = Threads / 32, Loads = 4, PerWord = 32 / Tokens;
-  const Index *indices = static_cast<const Index *>(list);
-  unsigned *words = static_cast<unsigned *>(masks);
-  uint4 *vectors = static_cast<uint4 *>(masks);
-  const int lane = threadIdx.x % 32;
-  int longest = 0, distinct = 0, all = 0;
-#pragma unroll
-  for (int token = 0; token < Tokens; ++token) longest = max(longest, lengths[token]);
-  for (int v = threadIdx.x; v < Words / 4; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
-  __syncthreads();
-  for (int chunk = threadIdx.x / 32; chunk / Tokens * 32 * Loads < longest; chunk += Warps) {
-    const int token = chunk % Tokens, first = chunk / Tokens * 32 * Loads + lane;
-    const int length = lengths[token], limit = limits[token];
-    Index index[Loads];
+// Whether entries of all tokens' lists can be read 16 bytes at a time.
+template <typename Index>
+__device__ __forceinline__ bool in_vectors(const Index *list, long long token_stride, long long slot_stride) {
+  return slot_stride == 1 && (reinterpret_cast<unsigned long long>(list) | token_stride * sizeof(Index)) % 16 == 0;
+}
+// A value in a register, which the compiler neither computes anew nor narrows.
+__device__ __forceinline__ unsigned in_register(unsigned value) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ unsigned shared_address(const void *at) {
+  return in_register(static_cast<unsigned>(__cvta_generic_to_shared(at)));
+}
+// Sets the bit of a token in a row's field of `Width` bits, if `there`; `bit` is the token's in row 0.
+template <int Width>
+__device__ __forceinline__ void set_bit(unsigned masks, unsigned bit, unsigned row, bool there) {
+  const unsigned word = masks + row / (32 / Width) * 4;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      ".reg .b32 before;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "@there atom.shared.or.b32 before, [%0], %1;\n"
+      "}" ::"r"(word), "r"(__funnelshift_l(bit, bit, row * Width)), "r"(static_cast<int>(there))
+      : "memory");
+}
+// Calls `use` with the entries of a token's list that a warp reads, -1 among them: the `part`th of `parts` warps. Where
+// the list allows it 16 bytes at a time, `Loads` of them in flight. `meanwhile` runs once, behind the first loads.
+template <int Loads, typename Index, typename Use, typename Meanwhile>
+__device__ __forceinline__ void for_entries(const Index *list, long long slot_stride, int length, bool in_vectors,
+                                            int part, int parts, Use use, Meanwhile meanwhile) {
+  constexpr int Wide = 16 / sizeof(Index), Chunk = 32 * Wide;
+  const int lane = threadIdx.x % 32, whole = in_vectors ? length / Chunk : 0;
+  int chunk = part;
+  const int4 *from = reinterpret_cast<const int4 *>(list) + (part * 32 + lane);
+#pragma unroll 1
+  do {
+    int4 found[Loads];
 #pragma unroll
     for (int u = 0; u < Loads; ++u)
-      index[u] = first + 32 * u < length ? indices[token * token_stride + (first + 32 * u) * slot_stride] : -1;
+      if (chunk + u * parts < whole) found[u] = from[32 * u * parts];
+    if (chunk == part) meanwhile();
 #pragma unroll
     for (int u = 0; u < Loads; ++u) {
-      if (index[u] < 0 || index[u] >= limit || (index[u] & ((1 << step) - 1)) != phase) continue;
-      const int row = static_cast<int>(index[u] >> step), field = row % PerWord * Tokens;
-      const unsigned before = atomicOr(words + row / PerWord, 1u << (field + token)) >> field;
-      distinct += (before & ((2u << (Tokens - 1)) - 1)) == 0 || (before >> token & 1);
-      ++all;
+      if (chunk + u * parts >= whole) break;
+      Index entries[Wide];
+      memcpy(entries, found + u, sizeof(int4));
+      use(entries);
     }
+    chunk += Loads * parts;
+    from += 32 * Loads * parts;
+  } while (chunk < whole);
+#pragma unroll 1
+  for (chunk = whole + (part + parts - whole % parts) % parts; chunk * Chunk < length; chunk += parts) {
+    Index entries[Wide];
+#pragma unroll
+    for (int u = 0; u < Wide; ++u) {
+      const int entry = chunk * Chunk + 32 * u + lane;
+      entries[u] = entry < length ? list[entry * slot_stride] : -1;
+    }
+    use(entries);
   }
-  distinct = sum_of_warp(distinct);
+}
+// Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
+// state[1], both zeroed by the caller.
+template <typename Index, int Tokens, int Threads>
+__device__ __forceinline__ void sample_union(const void *list, long long token_stride, long long slot_stride,
+                                             const int *lengths, const int *limits, int S_kv, int step, int phase,
+                                             void *masks, int *state) {
+  constexpr int Warps = Threads / 32, PerVector = 128 / Tokens, Together = Warps / Tokens;
+  static_assert(Warps >= Tokens, "a warp for every token");
+  const Index *indices = static_cast<const Index *>(list);
+  uint4 *vectors = static_cast<uint4 *>(masks);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = warp % Tokens;
+  const int rows = ((S_kv - 1) >> step) + 1, filled = (rows + PerVector - 1) / PerVector;
+  const Index limit = limits[token];
+  const unsigned at = shared_address(masks);
+  int distinct = 0, all = 0;
+  for_entries<SAMPLE_LOADS>(
+      indices + token * token_stride, slot_stride, lengths[token], in_vectors(indices, token_stride, slot_stride),
+      warp / Tokens, Together,
+      [&](const auto &entries) {
+#pragma unroll
+        for (const Index index : entries) {
+          const bool there = index >= 0 && index < limit && (index & ((1 << step) - 1)) == phase;
+          set_bit<Tokens>(at, 1u << token, static_cast<unsigned>(index >> step), there);
+          all += there;
+        }
+      },
+      [&] {
+        for (int v = threadIdx.x; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+      });
+  __syncthreads();
+  // An entry that set no bit is a repeat, which has a slot of its own.
+  for (int n = threadIdx.x; n * Unit<Tokens>::Rows < rows; n += Threads) {
+    const auto unit = Unit<Tokens>::read(masks, n, true);
+    distinct += unit.taken() - unit.bits();
+  }
+  distinct = sum_of_warp(distinct + all);
   all = sum_of_warp(all);
   if (lane == 0) {
     atomicAdd(state, distinct);
@@ -85,174 +234,198 @@ __device__ __forceinline__ void sample_union(const void *list, long long token_s
   }
   __syncthreads();
 }
-// Whether the union's slots are few enough, from the counts of all samples; the same answer in every thread.
-__device__ __forceinline__ int pays(const void *samples, int count, int per_mille) {
+// Whether the union's slots are few enough, from the counts of all samples once they are there; for a warp.
+__device__ __forceinline__ int decide(const void *samples, int count, int per_mille) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   const int *counts = static_cast<const int *>(samples);
   long long margin = 0;
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < count; i += 32)
     margin += static_cast<long long>(counts[2 * i + 1]) * per_mille - counts[2 * i] * 1000ll;
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) margin += __shfl_xor_sync(~0u, margin, step);
   return margin >= 0;
 }
-// The same once the samples are there.
-__device__ __forceinline__ int decide(const void *samples, int count, int per_mille) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  return pays(samples, count, per_mille);
-}
 template <typename Index, int Tokens, int Threads, int Span, int Width, int Staged>
 __device__ __forceinline__ int build_union(const void *list, long long token_stride, long long slot_stride,
                                            const int *lengths, const int *limits, int S_kv, int capacity,
                                            const void *samples, int sampled, int per_mille, bool late, void *masks,
-                                           void *staged, int *state, void *rows_out, void *bits_out, void *length_out) {
-  constexpr int Warps = Threads / 32, Loads = 4, None = 0x7fffffff, PerWord = 32 / Width, PerVector = 4 * PerWord;
+                                           void *staged, int *state, void *rows_out, void *bits_out, void *length_out,
+                                           void *all_rows, void *all_bits, void *all_lengths) {
+  constexpr int Warps = Threads / 32;
+  constexpr int PerWord = 32 / Width, PerVector = 4 * PerWord, Rows = Unit<Width>::Rows, Piece = 32 * Rows;
   constexpr int Together = Warps < Tokens ? 1 : Warps / Tokens;  // warps that read the list of one token
-  constexpr unsigned OfTokens = (2u << (Tokens - 1)) - 1;
+  constexpr unsigned OwnPieces = Warps == 32 ? 1 : ~0u / ((1u << Warps % 32) - 1);  // of 32, those of warp 0
   const Index *indices = static_cast<const Index *>(list);
   unsigned *words = static_cast<unsigned *>(masks);
   uint4 *vectors = static_cast<uint4 *>(masks);
-  int *rows = static_cast<int *>(rows_out), *bits = static_cast<int *>(bits_out);
-  int *next_row = state, *repeats = state + 1, *counts = state + 2;
+  // What is needed late only is kept where it takes no registers.
+  long long *offsets = reinterpret_cast<long long *>(state);
+  int *next_row = state + 6, *repeats = state + 7, *chosen = state + 8;
+  int *surplus = state + 9;
+  unsigned short *counts = reinterpret_cast<unsigned short *>(state + 9 + 32);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const bool side_by_side = in_vectors(indices, token_stride, slot_stride);
   unsigned short *own_staged = static_cast<unsigned short *>(staged) + warp * Staged;
+  const unsigned at = shared_address(masks);
   int total = 0;
+  if (thread == 0) {
+    offsets[0] = static_cast<int *>(rows_out) - static_cast<int *>(all_rows);
+    offsets[1] = static_cast<int *>(bits_out) - static_cast<int *>(all_bits);
+    offsets[2] = static_cast<int *>(length_out) - static_cast<int *>(all_lengths);
+    *repeats = 0;
+    *chosen = 1;
+  }
   bool decided = sampled == 0;
-  if (late && !decided) {
-    if (!decide(samples, sampled, per_mille)) return 0;
+  // Whether lists are made, known behind the next barrier.
+  const auto ask = [&] {
+    if (decided || warp != 0) return;
+    const int answer = decide(samples, sampled, per_mille);
+    if (lane == 0) *chosen = answer;
+  };
+  if (late) {
+    ask();
+    __syncthreads();
+    if (!*chosen) return 0;
     decided = true;
   }
-  // A warp reads the next entries of a token's list before it sets the bits of those at hand.
-  Index ahead[Loads];
-  int token, entry;
-  const Index *from;
-  const auto read = [&] {
-#pragma unroll
-    for (int u = 0; u < Loads; ++u) ahead[u] = entry + 32 * u < lengths[token] ? from[32 * u * slot_stride] : -1;
-  };
-  const auto begin = [&] {
-    entry = warp / Tokens * Loads * 32 + lane;
-    from = indices + token * token_stride + entry * slot_stride;
-    read();
-  };
-  if (thread == 0) *repeats = 0;
   for (int start = 0; start < S_kv;) {
-    token = warp % Tokens;
-    begin();
-    const int filled = (min(Span, S_kv - start) + PerVector - 1) / PerVector;  // vectors in use
+    const bool more = S_kv - start > Span;
+    const int in_range = min(Span, S_kv - start), filled = (in_range + PerVector - 1) / PerVector;
+    int surplus_here = 0;
+    unsigned beyond = None;
+    const auto clear = [&] {
 #pragma unroll 1
-    for (int v = thread; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
-    if (thread == 0) *next_row = None;
-    __syncthreads();
-
-    int beyond = None;
-    while (token < Tokens) {
-      const int limit = limits[token];
-      const unsigned own_bit = 1u << token;
-      Index index[Loads];
+      for (int v = thread; v < filled; v += Threads) vectors[v] = make_uint4(0, 0, 0, 0);
+    };
+    // Bits are set without a look at what was there.
+#pragma unroll 1
+    for (int token = warp % Tokens; token < Tokens; token += Warps) {
+      const unsigned left = max(limits[token] - start, 0), within = min(left, static_cast<unsigned>(Span));
+      for_entries<LIST_LOADS>(
+          indices + token * token_stride, slot_stride, lengths[token], side_by_side, warp / Tokens, Together,
+          [&](const auto &entries) {
 #pragma unroll
-      for (int u = 0; u < Loads; ++u) index[u] = ahead[u];
-      entry += Together * Loads * 32;
-      from += Together * Loads * 32 * slot_stride;
-      if (entry - lane < lengths[token]) {
-        read();
-      } else {
-        token += Warps;
-        if (token < Tokens) begin();
-      }
+            for (const Index index : entries) {
+              const auto row = static_cast<std::make_unsigned_t<Index>>(index - start);
+              set_bit<Width>(at, 1u << token, static_cast<unsigned>(row), row < within);
+              surplus_here += row < within;
+            }
+            if (!more) return;
 #pragma unroll
-      for (int u = 0; u < Loads; ++u) {
-        if (index[u] < start || index[u] >= limit) continue;
-        const unsigned row = static_cast<unsigned>(index[u] - start);
-        if (row >= Span) {
-          beyond = min(beyond, static_cast<int>(index[u]));
-          continue;
-        }
-        const unsigned bit = own_bit << row % PerWord * Width;
-        if (atomicOr(words + row / PerWord, bit) & bit) {
-          const int slot = capacity - 1 - atomicAdd(repeats, 1);
-          rows[slot] = static_cast<int>(index[u]);
-          if (Tokens > 1) bits[slot] = own_bit;
-        }
-      }
+            for (const Index index : entries) {
+              const auto row = static_cast<std::make_unsigned_t<Index>>(index - start);
+              if (row >= Span && row < left) beyond = min(beyond, static_cast<unsigned>(row));
+            }
+          },
+          [&] {
+            if (token >= Warps) return;
+            clear();
+            if (thread == 0) *next_row = None;
+            __syncthreads();
+          });
     }
-    if (S_kv - start > Span && beyond != None) atomicMin(next_row, beyond);
+    if (beyond != None) atomicMin(next_row, static_cast<int>(start + beyond));
+    ask();
     __syncthreads();
-    if (!decided && !decide(samples, sampled, per_mille)) return 0;
+    if (!*chosen) return 0;
     decided = true;
 
-    // Each warp owns a stretch of the range: first how many rows it will write, then the rows.
-    const int stretch = (filled + Warps - 1) / Warps;
-    const int own = min(warp * stretch, filled), end = min(own + stretch, filled);
-    static_assert(Span / PerVector <= 32 * Threads, "a bit for every 32 vectors of a stretch");
-    unsigned occupied = 0;
-    int count = 0;
+    int *const rows = static_cast<int *>(all_rows) + offsets[0];
+    int *const bits = static_cast<int *>(all_bits) + offsets[1];
+    // Warps take turns at pieces of the range: first how many rows each has, then the rows.
 #pragma unroll 1
-    for (int v = own + lane; v - lane < end; v += 32) {
-      const uint4 x = v < end ? vectors[v] : make_uint4(0, 0, 0, 0);
-      if (!__any_sync(~0u, x.x | x.y | x.z | x.w)) continue;
-      occupied |= 1u << (v - own) / 32;
-      count += __popc(taken<Width>(x.x)) + __popc(taken<Width>(x.y)) + __popc(taken<Width>(x.z)) +
-               __popc(taken<Width>(x.w));
+    for (int piece = warp; piece * Piece < in_range; piece += Warps) {
+      const int number = 32 * piece + lane;
+      const auto unit = Unit<Width>::read(masks, number, number * Rows < in_range);
+      int count = 0;
+      if (__any_sync(~0u, unit.any())) {
+        count = sum_of_warp(unit.taken());
+        surplus_here -= unit.bits();
+      }
+      if (lane == 0) counts[piece] = count;
     }
-    count = sum_of_warp(count);
-    if (lane == 0) counts[warp] = count;
+    surplus_here = sum_of_warp(surplus_here);
+    if (lane == 0) surplus[warp] = surplus_here;
     __syncthreads();
-    const int counted = lane < Warps ? counts[lane] : 0;
-    int slot = total + sum_of_warp(lane < warp ? counted : 0);
-    total += sum_of_warp(counted);
-    for (int group = own * 4; group < end * 4; group += 128, occupied /= 2) {
-      if (occupied % 2 == 0) continue;
-      for (int first = group; first < min(group + 128, end * 4); first += 32) {
-        const unsigned word = first + lane < end * 4 ? words[first + lane] : 0;
-        unsigned fields = taken<Width>(word);
-        if constexpr (PerWord == 2) {
-          // Lanes write side by side, which pays where many rows are selected.
-          const unsigned low = __ballot_sync(~0u, fields & 1), high = __ballot_sync(~0u, fields >> 16);
-          const unsigned earlier = (1u << lane) - 1;
-          int at = slot + __popc(low & earlier) + __popc(high & earlier);
-          for (int half = 0; half < 2; ++half) {
-            if (!(fields >> 16 * half & 1)) continue;
-            rows[at] = start + 2 * (first + lane) + half;
-            if (Tokens > 1) bits[at] = word >> 16 * half & 0xffff;
-            ++at;
+    // Where there are fewer bits than entries they are set once more, to find the repeats.
+    if (sum_of_warp(lane < Warps ? surplus[lane] : 0)) {
+      clear();
+      __syncthreads();
+#pragma unroll 1
+      for (int token = warp % Tokens; token < Tokens; token += Warps) {
+        const int stop = start + min(max(limits[token] - start, 0), Span);
+#pragma unroll 1
+        for (int entry = warp / Tokens * 32 + lane; entry < lengths[token]; entry += Together * 32) {
+          const Index index = indices[token * token_stride + entry * slot_stride];
+          if (index < start || index >= stop) continue;
+          const unsigned row = static_cast<unsigned>(index - start), bit = 1u << row % PerWord * Width + token;
+          if (atomicOr(words + row / PerWord, bit) & bit) {
+            const int place = capacity - 1 - atomicAdd(repeats, 1);
+            rows[place] = static_cast<int>(index);
+            if (Tokens > 1) bits[place] = 1 << token;
           }
-          slot += __popc(low) + __popc(high);
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int base = 0; base * Piece < in_range; base += 32) {
+      const int counted = (base + lane) * Piece < in_range ? counts[base + lane] : 0;
+      int before = sum_up_to(counted, lane) - counted + total;
+      total = __shfl_sync(~0u, before + counted, 31);
+      unsigned own = __ballot_sync(~0u, counted) & OwnPieces << warp;
+#pragma unroll 1
+      for (; own; own &= own - 1) {
+        const int n = lowest(own), first = (base + n) * Piece, found = __shfl_sync(~0u, counted, n);
+        int slot = __shfl_sync(~0u, before, n);
+        // A lane a row, which pays where many are selected.
+        if (Width == 16 || found > Staged) {
+#pragma unroll Width == 16 ? 4 : 1
+          for (int row = first + lane; row - lane < min(first + Piece, in_range); row += 32) {
+            const unsigned field = row < in_range ? field_at<Width>(masks, row) : 0;
+            const unsigned there = __ballot_sync(~0u, field);
+            const int at = slot + __popc(there & (1u << lane) - 1);
+            if (field) rows[at] = start + row;
+            if (field && Tokens > 1) bits[at] = field;
+            slot += __popc(there);
+          }
           continue;
         }
-        const int mine = __popc(fields);
-        if (!__any_sync(~0u, mine)) continue;
-        int upto = mine;  // inclusive sum over the lanes
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int below = __shfl_up_sync(~0u, upto, step);
-          if (lane >= step) upto += below;
-        }
-        const int found = __shfl_sync(~0u, upto, 31);
+        const int number = first / Rows + lane;
+        const unsigned there = Unit<Width>::read(masks, number, number * Rows < in_range).rows();
+        const int mine = __popc(there);
+        const int upto = sum_up_to(mine, lane);
         // Rows are put side by side in shared memory first: lanes that store them as they find them take twice as long.
         unsigned short *to = own_staged + upto - mine;
+        const unsigned lane_row = in_register(Rows * lane);
+        if (__reduce_max_sync(~0u, static_cast<unsigned>(mine)) <= FEW_ROWS) {
 #pragma unroll 1
-        for (int done = 0; done < found; done += Staged, to -= Staged) {
-          for (; fields && to < own_staged + Staged; fields &= fields - 1) {
-            const int shift = __popc(~fields & (fields - 1));
-            *to++ = (lane * PerWord + shift / Width) << Tokens | (word >> shift & OfTokens);
-          }
-          __syncwarp();
-#pragma unroll 1
-          for (int i = lane; i < min(found - done, Staged); i += 32) {
-            const unsigned entry = own_staged[i];
-            rows[slot + done + i] = start + first * PerWord + (entry >> Tokens);
-            if (Tokens > 1) bits[slot + done + i] = entry & OfTokens;
-          }
-          __syncwarp();
+          for (unsigned left = there; left; left &= left - 1) *to++ = lane_row + lowest(left);
+        } else {
+#pragma unroll
+          for (int n = 0; n < Rows; ++n)
+            if (there >> n & 1) *to++ = lane_row + n;
         }
-        slot += found;
+        __syncwarp();
+        int *row_to = rows + slot + lane, *bits_to = bits + slot + lane;
+#pragma unroll 1
+        for (int i = lane; i < found; i += 32, row_to += 32, bits_to += 32) {
+          const int row = first + own_staged[i];
+          *row_to = start + row;
+          if (Tokens > 1) *bits_to = field_at<Width>(masks, row);
+        }
+        __syncwarp();
       }
     }
-    start = S_kv - start > Span ? *next_row : S_kv;
+    start = more ? *next_row : S_kv;
     __syncthreads();
   }
 
+  int *const rows = static_cast<int *>(all_rows) + offsets[0];
+  int *const bits = static_cast<int *>(all_bits) + offsets[1];
   const int extra = *repeats;
+#pragma unroll 1
   for (int first = 0; first < extra; first += Threads) {
     int row, bit;
     const int to = total + first + thread, from = capacity - extra + first + thread;
@@ -267,8 +440,11 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
   // Sorted by row and bit, so that nothing depends on the order in which warps came: a bitonic network all of whose
   // comparisons put the smaller key first, as if keys above all others filled it up to a power of two.
   int *row_of = rows + total, *bits_of = bits + total;
+#pragma unroll 1
   for (int width = 2; width < 2 * extra; width *= 2)
+#pragma unroll 1
     for (int span = width; span > 1; span /= 2) {
+#pragma unroll 1
       for (int i = thread; i < extra; i += Threads) {
         const int other = span == width ? i ^ (width - 1) : i ^ (span / 2);
         if (other <= i || other >= extra) continue;
@@ -284,7 +460,7 @@ __device__ __forceinline__ int build_union(const void *list, long long token_str
       }
       __syncthreads();
     }
-  if (thread == 0) *static_cast<int *>(length_out) = total + extra;
+  if (thread == 0) static_cast<int *>(all_lengths)[offsets[2]] = total + extra;
   return 1;
 }
 }  // namespace sparse_mla
@@ -331,6 +507,7 @@ def build(plan: UnionPlan) -> PrimFunc:
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
     types = f"{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.span}, {plan.width}, {STAGED}"
     function = f"sparse_mla::build_union<{types}>"
+    words = STATE + -(-plan.span // LEAST_PIECE) // 2 + 1
 
     @T.prim_func
     def sparse_mla_unions(
@@ -361,7 +538,7 @@ def build(plan: UnionPlan) -> PrimFunc:
             leave_unless_chosen(Gate, wanted)
             masks = T.alloc_shared([plan.words], "uint32")
             staged = T.alloc_shared([plan.threads // 32 * STAGED], "uint16", scope="shared")
-            state = T.alloc_shared([STATE], i32, scope="shared")
+            state = T.alloc_shared([words], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
@@ -380,9 +557,11 @@ def build(plan: UnionPlan) -> PrimFunc:
                 T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv, T.cast(C, i32),
                 T.access_ptr(Samples[0, 0], "r", 1), samples, per_mille, bx >= early,
                 T.access_ptr(masks[0], "rw", plan.words), T.access_ptr(staged[0], "rw", plan.threads // 32 * STAGED),
-                T.access_ptr(state[0], "rw", STATE),
+                T.access_ptr(state[0], "rw", words),
                 T.access_ptr(Rows[b, ti, g, 0], "w", 1), T.access_ptr(Bits[b, ti, g, 0], "w", 1),
                 T.access_ptr(Lengths[b, ti, g], "w", 1),
+                T.access_ptr(Rows[0, 0, 0, 0], "w", 1), T.access_ptr(Bits[0, 0, 0, 0], "w", 1),
+                T.access_ptr(Lengths[0, 0, 0], "w", 1),
             )  # fmt: skip
             if (bx == 0) & (tx == 0):
                 Chosen[0] = chosen
@@ -396,7 +575,7 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
     B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
     tb, ts, pb, ps = (T.dynamic(n, i64) for n in ("t_b", "t_s", "p_b", "p_s"))
-    function = f"sparse_mla::sample_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}, {plan.words}>"
+    function = f"sparse_mla::sample_union<{CTYPES[idx_t]}, {tokens}, {plan.threads}>"
 
     @T.prim_func
     def sparse_mla_union_samples(
@@ -430,7 +609,7 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
             )  # fmt: skip
             T.call_extern(
                 "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
-                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens),
+                T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv,
                 step, T.bitwise_and(bx, T.shift_left(1, step) - 1), T.access_ptr(masks[0], "rw", plan.words),
                 T.access_ptr(state[0], "rw", 2),
             )  # fmt: skip

@@ -66,6 +66,20 @@ def test_fixed_shapes_know_every_variable(kind: str, tokens: int) -> None:
     assert dict(fixed_shapes._extents(function, variables, tuple(args))).keys() == variables.keys()
 
 
+@pytest.mark.parametrize(
+    ("S_kv", "K", "tokens", "waves"),
+    [(16_384, 2048, 1, None), (32_768, 2048, 1, 8), (65_536, 2048, 1, 2), (32_768, 2048, 2, None),
+     (65_536, 2048, 2, 4), (65_536, 2048, 8, 4), (131_072, 2048, 8, 2), (65_536, 640, 1, None)],
+)  # fmt: skip
+def test_backwards_in_order_go_in_waves_where_dkv_exceeds_the_l2(
+    S_kv: int, K: int, tokens: int, waves: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 132)
+    for heads, tiles in ((64, 1), (128, 2)):
+        found = launch._tiles_at_once(problem(heads, S=70_000, S_kv=S_kv, K=K), tokens, torch.device("cpu"))
+        assert found == (70_000 if waves is None else waves * 132 // tiles)
+
+
 def test_token_groups_that_do_not_fit_are_refused(tested_version: None) -> None:
     for heads, tokens in ((1, 16), (4, 16), (8, 8), (9, 4), (32, 2), (128, 1)):
         launch.check(problem(heads), SparseAttentionConfig(tokens_per_tile=tokens))

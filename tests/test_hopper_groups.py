@@ -12,7 +12,7 @@ from cute_sparse_mla import env, union_lists
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
-from .list_cases import EVERYTHING, LISTS, SMALL_SIZES, checked, judge_lists
+from .list_cases import EVERYTHING, LISTS, SMALL_SIZES, checked, judge_lists, selected
 from .ptx_sim import coverage, project_hopper
 from .ptx_sim.races import Races
 from .simulated_judge import judge_gradients, poisoned
@@ -59,6 +59,47 @@ def test_lists_of_neighbouring_rows(tokens: int) -> None:
     if tokens == 1:
         bits.fill_(1)  # left alone
     judge_lists(call, tokens, rows, bits, lengths)
+
+
+@pytest.mark.parametrize("K", (640, 300))
+@pytest.mark.parametrize("layout", ("dense", "shifted", "strided"))
+def test_lists_of_any_layout(layout: str, K: int) -> None:
+    """Lists that can be read 16 bytes at a time, with or without an end, that start between, whose slots lie apart."""
+    call, observer = checked(Case(S=3, S_kv=4000, H=4, K=K, duplicates=K == 300)), Races()
+    room = torch.full((1, 3, 1, 2 * K + 4), 1, dtype=torch.int32)
+    rows = {"dense": room[..., :K], "shifted": room[..., 1 : K + 1], "strided": room[..., : 2 * K : 2]}[layout]
+    rows.copy_(call.indices)
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        lists = launch.make_lists(call.problem, 2, rows, None, None)
+    clean(observer, recorder)
+    judge_lists(call, 2, *lists[:3])
+
+
+SAMPLED = (EVERYTHING, 8), (Case(S=40, S_kv=3000, H=4, K=300, invalid="shuffled", duplicates=True), 2)
+
+
+@pytest.mark.parametrize(("case", "tokens"), SAMPLED, ids=("everything", "two_tokens"))
+def test_samples(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of the union and of the tokens, of some tiles and a share of the rows; repeats have slots of their own."""
+    call, observer = checked(case), Races()
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(launch, "SAMPLES", 5)
+        monkeypatch.setattr(launch, "_lists", lambda *args, samples, **options: samples)
+        samples = launch.make_lists(call.problem, tokens, call.indices, call.topk_length, call.q_positions, decide=True)
+    clean(observer, recorder)
+    B, S, G, _ = call.indices.shape
+    tiles = [(b, tile, g) for b in range(B) for tile in range(-(-S // tokens)) for g in range(G)]
+    step = 1 << union_lists.sample_step(call.problem, union_lists.sample_plan_of(call.problem, tokens))
+    for n, counts in enumerate(samples.tolist()):
+        b, tile, g = tiles[(2 * n + 1) * len(tiles) // (2 * len(samples))]
+        own = [selected(call, b, tile * tokens + t, g) for t in range(tokens)]
+        kept = [{row: times for row, times in of.items() if row % step == n % step} for of in own]
+        slots = sum(sum(of.values()) for of in kept)
+        assert counts == [len(set().union(*kept)) + slots - sum(map(len, kept)), slots]
 
 
 CALLS = (
