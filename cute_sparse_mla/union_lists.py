@@ -15,12 +15,13 @@ from .problem import Problem
 
 TOKENS_PER_TILE = (1, 2, 4, 8, 16)
 # Bytes of shared memory for the bits of union lists, and threads: several CTAs a multiprocessor, or all that fits. (256
-# threads beside 512 on an H200: 34 to 37 us for 8 tokens, K 2048 of 8192 rows, 58 to 68 for 2.)
+# threads beside 512 on an H200, while each entry waited for what its bit had been: 34 to 37 us for 8 tokens, K 2048 of
+# 8192 rows, 58 to 68 for 2.)
 UNION_SIZES = {32_768: 256, 196_608: 1024}
 Sizes = tuple[tuple[int, int], ...]
 # Bits of a row where all rows of kv fit the smallest, and a token selects one of `FEW` or more: fewer atomics of a warp
-# then meet in a word. Else one for each token. (2 tokens, 16 beside 2 bits, 512 threads: K 2048 of 8192 rows 68 to 121
-# us, K 640 of 10240 rows 56 to 47.)
+# then meet in a word. Else one for each token. (2 tokens, 16 beside 2 bits, 512 threads, as above: K 2048 of 8192 rows
+# 68 to 121 us, K 640 of 10240 rows 56 to 47.)
 UNION_WIDTH, FEW = 16, 8
 # A sample is 32 tiles and 2**-2 of the rows of kv, fewer where kv is long; its few CTAs have more threads.
 SAMPLES, SAMPLE_STEP, SAMPLE_THREADS = 32, 2, 512

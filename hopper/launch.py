@@ -59,7 +59,8 @@ Purpose = Literal["forward", "backward", "both"]  # passes that gather lists are
 
 # Versions that the tests ran with; others are refused by name.
 TILELANG_VERSIONS = ("0.1.15",)
-# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl).
+# The decision about token groups, measured on an H200 (kind groups in bench/results/hopper_h200.jsonl), before lists
+# became a seventh to a third cheaper, far rows' by 43 %: it has asked a little more of groups than they cost since.
 COSTS = GroupCosts(
     slot={16_384: 1.13, 65_536: 1.03, 1 << 31: 0.92}, lists=0.02, lists_per_row=0.03 / 131_072, exit=0.015,
     together=256, apart=1.07,
@@ -71,7 +72,8 @@ NEAR_MAY_LOSE, FAR_GAINS, BOTH_MAY_LOSE, BACKWARD_MAY_LOSE = 1.05, 4, 1.15, 1.3
 # Shared memory of the CTAs of a multiprocessor that make lists.
 EARLY_BYTES = 196_608
 # Bytes and threads of the list builder's CTAs by tokens of a tile, beside `union_lists.UNION_SIZES`: two tokens make
-# many short lists. (16,384 tokens, K 640 of 20,480 rows: 72 us, with 256 threads 92; 8 tokens 77 and 66, 4 as long.)
+# many short lists. (16,384 tokens, K 640 of 20,480 rows, while each entry waited for what its bit had been: 72 us, with
+# 256 threads 92; 8 tokens 77 and 66, 4 as long.)
 SMALLER_LISTS: dict[int, union_lists.Sizes] = {2: ((8_192, 128),)}
 # Share of the tiles of different length that CTAs go over, one after the other. (Grouped forward, 16,384 tokens, K 640,
 # 32 heads: 1674 us where each tile has its own CTA, 1634 with half, 1602 with three quarters, 1593 so; 8 heads 505,

@@ -1,8 +1,8 @@
 """Sums of dkv in fixed order, for a deterministic backward: an `ordered` main kernel stores the terms, these add them.
 
-The terms of a part are those of some CTAs (in order of batch entries, tokens, groups and head tiles) and of `W` slots
-of each: row `x W + slot` has those of CTA x. `term_rows` says which row of dkv each term belongs to; torch
-sorts that stably, and `ordered_sums` adds to every row its terms one after the other:
+The terms of a part are those of some tiles (in order of batch entries, tokens, groups and tiles of heads) and of `W`
+slots of each: row `x W + slot` has those of tile x. `term_rows` says which row of dkv each term belongs to; torch sorts
+that stably, and `ordered_sums` adds to every row its terms one after the other:
 
     sums[r] += terms[order[starts[r]]] + ... + terms[order[starts[r + 1] - 1]]      left to right, in fp32
 

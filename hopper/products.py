@@ -3,7 +3,7 @@
     dkv[r] += sm_scale sum_x dS[x, r] q[x] + sum_x P[x, r] dout[x]     x: rows of all tiles, in their order
 
 A main kernel that stores `FACTORS` leaves P and dS of every slot and of the 64 rows of its tile, rounded, as
-`[CTA, slot, dS 64 | P 64]`: 256 bytes where the terms of dkv (`ordered.py`) would be 2304. `places` says where each
+`[tile, slot, dS 64 | P 64]`: 256 bytes where the terms of dkv (`ordered.py`) would be 2304. `places` says where each
 tile has a row of kv; `products` then multiplies, for 128 rows of kv and half of the columns, tile after tile those dS
 and P with the tile's q and dout on the tensor cores. A row that a tile lacks is a zero there, so this pays where the
 unions are not much smaller than kv. `repeats` adds what further slots of a row within a token's own list add, which

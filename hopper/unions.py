@@ -8,9 +8,9 @@ token. What the contract calls invalid (range, `topk_length`, causal bound) is i
 The bits of `span` rows at a time stand in shared memory: every selected row sets its token's bit, without a look at
 what was there, and one scan writes the slots, a piece of the range a warp at a time, which the warp puts side by side
 in shared memory before it stores them. Where fewer bits are set than there were entries they are set once more, to find
-the repeats, which are put down at the end of the list's room and moved up last. Of a kv longer than `span` the ranges
-that hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range, where the next
-begins. No other memory is used and nothing sorted.
+the repeats, which are put down at the end of the list's room, and moved up and sorted last. Of a kv longer than `span`
+the ranges that hold no selected row are skipped: while it sets bits, a pass finds the lowest row beyond its range,
+where the next begins. No other memory is used and nothing else sorted.
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
 the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are

@@ -5,7 +5,7 @@
 distinct rows in rising order, then one slot of one bit for every repeat of a row within a token's own list, by row and
 token. What the contract calls invalid (range, `topk_length`, causal bound) is in no slot.
 
-As `hopper/unions.py` does it: the bits of `span` rows at a time stand in shared memory, every selected row sets its
+Much as in `hopper/unions.py` the bits of `span` rows at a time stand in shared memory, every selected row sets its
 token's bit, and one scan writes the slots; bits that were set already are the repeats, put down at the end of the
 list's room, and moved up and sorted last. Ranges of kv that hold no selected row are skipped.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,6 +75,31 @@ def test_lists_of_any_layout(layout: str, K: int) -> None:
         from cute_sparse_mla.hopper import launch
 
         lists = launch.make_lists(call.problem, 2, rows, None, None)
+    clean(observer, recorder)
+    judge_lists(call, 2, *lists[:3])
+
+
+@pytest.mark.parametrize("S_kv", (900, 2**31 - 1))
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_lists_of_entries_at_the_ends(dtype: torch.dtype, S_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One list for all tokens, by a stride of 0, that holds the ends of its type and of kv, in ranges of a few rows."""
+    call, observer = checked(Case(S=3, S_kv=900, H=4, K=132, index_dtype=dtype, duplicates=True)), Races()
+    ends = [S_kv, S_kv - 1, 0, -1, 2**31 - 1, 1 - 2**31, -(2**31)]
+    if dtype == torch.int64:
+        ends += [2**63 - 1, -(2**63), 2**32, 2**32 + 5, 5 - 2**32, 2**31 + 5]
+    one = call.indices[:, :1]
+    one.masked_fill_(one == 5, 3)  # row 5 is in no list, as it would be if an entry were cut off
+    one[..., 40 : 40 + 2 * len(ends)] = torch.tensor(2 * ends)
+    call = dataclasses.replace(
+        call, indices=one.expand(1, 3, 1, 132), problem=dataclasses.replace(call.problem, S_kv=S_kv)
+    )
+    with project_hopper.simulated(observer=observer) as recorder:
+        from cute_sparse_mla.hopper import launch
+
+        monkeypatch.setattr(union_lists, "UNION_SIZES", SMALL_SIZES)
+        monkeypatch.setattr(launch, "SMALLER_LISTS", {})
+        lists = launch.make_lists(call.problem, 2, call.indices, None, None)
+    assert S_kv - 1 in lists[0][0, 0, 0].tolist()
     clean(observer, recorder)
     judge_lists(call, 2, *lists[:3])
 
