@@ -21,7 +21,7 @@ from bench.report import read_jsonl
 from bench.shapes import plain_shape
 from cute_sparse_mla import config, env
 
-from . import full
+from . import full, side_by_side
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -212,3 +212,27 @@ def test_the_commit_of_a_file_is_of_the_checkout_that_tracks_it(tmp_path: Path) 
     assert git_commit(tracked) == git_commit(folder) == git("rev-parse", "--short=12", "HEAD").strip()
     assert git_commit(copied) is None
     assert git_commit(tmp_path / "missing" / "file.py") is None
+
+
+def test_tests_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('n', range(5))\n"
+        "def test_numbers(n):\n"
+        "    if n == 3: pytest.skip('three')\n"
+        "def test_wrong(): assert 1 + 1 == 3\n"
+    )
+    arguments = ["--jobs", "2", "--chunk", "4", "test_some.py"]
+    assert side_by_side.main([*arguments, "-k", "numbers"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 passed, 1 skipped of 5 in ")
+    assert side_by_side.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "assert (1 + 1) == 3" in out
+    assert out.splitlines()[-1].startswith("1 failed, 4 passed, 1 skipped of 6 in ")
+    assert side_by_side.main([*arguments, "-k", "none_such"]) == 0
+    with pytest.raises(SystemExit, match="no_such_file"):
+        side_by_side.main(["no_such_file.py"])
