@@ -22,7 +22,9 @@ sums, or from the rounding of a dS or P at the middle of two numbers (`cancelled
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -31,6 +33,7 @@ import os
 import queue
 import secrets
 import time
+import tokenize
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -710,12 +713,27 @@ def _outcomes(
         yield search(args.target, cases, seed, args.device, sizes, args.seconds, after_each)
 
 
+def code_of(text: str) -> str:
+    """Python source without comments, docstrings and empty lines."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            said = node.body[0]
+            assert said.end_lineno is not None
+            lines[said.lineno - 1 : said.end_lineno] = [""] * (said.end_lineno - said.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def kernels_of(target: str) -> str:
-    """A digest of the source from which a target's kernels are made."""
+    """A digest of the code from which a target's kernels are made."""
     place = Path(__file__).parents[1] / SOURCES[SIMULATED.get(target, target)]
     digest = hashlib.sha256()
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-        digest.update(path.read_bytes())
+        digest.update(code_of(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:12]
 
 

@@ -264,3 +264,12 @@ def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, t
     assert row["cases"] == 30 and row["seed"] == 15 and row["next_seed"] == 19 and row["workers"] == 2
     monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
     assert [row["cases"] for row in run(5)] == [30, 5]
+
+
+def test_comments_and_docstrings_leave_a_count_valid() -> None:
+    code = '"""Said."""\nX = "# no comment"  # one\n\n\n'
+    code += 'def f(x: int) -> int:\n    """Also\n    said."""\n    return x  # y\n'
+    bare = 'X = "# no comment"\ndef f(x: int) -> int:\n    return x'
+    assert fuzz.code_of(code) == fuzz.code_of(bare) == bare
+    assert fuzz.code_of(code.replace("return x", "return -x")) != bare
+    assert fuzz.code_of(code.replace("# no comment", "# another")) != bare
