@@ -7,9 +7,9 @@ their own there, so that an access past the end of one is not hidden by its neig
 For synccheck the kernels are compiled so that each product is waited for at once (`IN_TURN`); barriers, warps and
 branches, which it looks at, are the same. With products in flight a forward does not end under it where the list's last
 pair has an empty block behind a full one (K 192, 320; K 128, 130, 256 pass). It ends without the tool and under the
-other three, no register is spilled or shared, the simulator finds neither race nor deadlock under adversarial
-schedules, and the same instructions with a call in a wait, or without setmaxnreg, both of which make ptxas wait for
-each product, pass as well. Why is not known; a small kernel of one product beside one barrier passes.
+other three, no register is spilled, the simulator finds neither race nor deadlock under adversarial schedules, and the
+same instructions with a call in a wait, or without setmaxnreg, both of which make ptxas wait for each product, pass as
+well. Why is not known; a small kernel of one product beside one barrier passes.
 """
 
 from __future__ import annotations

@@ -204,8 +204,9 @@ def recorded(kernels: str, heads: int, dim: int, in_order: bool = False) -> Kern
     grids = [tuple(_ctas(launch) for launch in launches) for launches in zip(*sizes, strict=True)]
     # A backward that goes over tiles begins one under the last adds of the one before. The replay hides more of it than
     # the H200 (0.80 to 0.89 of what was measured), and lists that were not made have no slots: so a tile a CTA.
-    units = 1 if kernels.endswith("forward") else MANY
-    ctas = [_ctas(launch) for launch in captured(SLOTS[0], TOKENS, multiprocessors=units)]
+    ctas = [grid[0] for grid in grids]
+    if kernels.endswith("forward"):
+        ctas = [_ctas(launch) for launch in captured(SLOTS[0], TOKENS, multiprocessors=1)]
     found = Kernels([], grids, ctas)
     few, more = TILE_TOKENS
     longer = ((SLOTS[0], few), (SLOTS[0], more), (SLOTS[1], few))
