@@ -1,0 +1,483 @@
+"""Backward of sparse MLA for 65 to 128 heads: a tile per (token, group) and pair of CTAs, which split the columns.
+
+The same sums as `backward.py`. CTA r of a cluster has columns 256 r .. 256 r + 255 of V, and of a tail of 64 its 32, of
+all 128 heads of the tile: of q, dout, kv, dq and dkv. So each gathers half of kv's bytes, and adds half of dkv, summed
+over 128 heads within a product. Scores are sums over columns: CTA r owns heads 64 r .. 64 r + 63, to whose scores the
+peer sends its part, and sends their P and dS back.
+
+Pipeline of one block of 64 slots, time down; there is one KV buffer.
+
+    copy warpgroup                scores' warpgroup                      stream of dkv
+    gather columns 0 .. 127       wait kv_ready[n]
+    gather the rest               [S^T dP^T] of the peer's heads
+                                  wait e_free, send them
+                                  [S^T dP^T] of the own heads
+                                  wait e_full, add what came, say p_room
+                                  P, dS; wait ds_free
+                                  dS to shared memory and to the peer    wait ds_ready (both halves)
+    wait ds_ready                 dq of the own heads, columns 0 .. 127  dq tail, frees the tail; tail of dkv
+    dq, columns 128 .. 255        wait p_room, P in place of what came,  wait p_ready, P to registers, frees E
+    wait kv_free, gather 0 .. 127   and to the peer                      for 64 columns at a time:
+    frees dS                      wait ds_ready; dq of the peer's heads    acc = sm_scale dS^T Q + P^T dO
+    wait tail_free, gather rest   frees kv, dS                             adds; frees dS with the last dS^T Q
+"""
+
+import tilelang.language as T
+from tvm.tirx import PrimFunc
+
+from .plan import BLOCK_K, COPY_REGISTERS, D_V, HALF, ITEM, ROWS, SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan
+from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
+from .ptx_pair import PAIR
+from .row_stats import load_values, say_stats
+from .tile import PASSES, STEP, VECTOR, begin, exists, find_rows, find_tile, limit_at
+
+# Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
+COPIES, SCORES = 13, 14
+PANEL = 64  # columns of an operand tile in shared memory
+
+
+def build(plan: Plan) -> PrimFunc:
+    """The backward for `plan`; shapes, strides, scale and flags are run-time values.
+
+    Annotations of a TileLang kernel are evaluated, so this file must not postpone them (no `from __future__`).
+    """
+    D = plan.D
+    TAIL = D - D_V
+    HALF_TAIL = TAIL // 2
+    dtype, idx_t = plan.dtype, plan.index_dtype
+    INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
+    DTYPE, ELEM = WGMMA_TYPE[dtype], ELEMENT[dtype]
+    fp32, i64 = "float32", "int64"
+    # Shared memory, in bytes: q over dout of each half of the heads in panels of 64 columns, kv, what the peer sends of
+    # scores, in whose place P comes, dS of both halves, the tails of q and of kv.
+    HEADS_AT, OF_HALF, OF_PANEL = 0, HALF // PANEL * 2 * ROWS * PANEL * ITEM, 2 * ROWS * PANEL * ITEM
+    OPERAND_BYTES = BLOCK_K * ROWS * ITEM
+    KV_AT = HEADS_AT + 2 * OF_HALF
+    E_BYTES = 2 * BLOCK_K * ROWS * 4
+    E_AT = KV_AT + HALF // PANEL * OPERAND_BYTES
+    DS_AT = E_AT + E_BYTES
+    Q_TAIL_AT = DS_AT + 2 * OPERAND_BYTES
+    KV_TAIL_AT = Q_TAIL_AT + 2 * ROWS * HALF_TAIL * ITEM
+    BYTES = KV_TAIL_AT + BLOCK_K * HALF_TAIL * ITEM
+
+    B, S, S_kv, H, G, K = (T.dynamic(n, i64) for n in ("B", "S", "S_kv", "H", "G", "K"))
+    N, M = T.dynamic("N", i64), T.dynamic("M", i64)
+    R = T.dynamic("R", i64)
+    L = T.dynamic("L", i64)
+    qb, qs, qh = (T.dynamic(n, i64) for n in ("q_b", "q_s", "q_h"))
+    ob, os_, oh = (T.dynamic(n, i64) for n in ("do_b", "do_s", "do_h"))
+    kb, ks, kg = (T.dynamic(n, i64) for n in ("kv_b", "kv_s", "kv_g"))
+    ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
+    mb, ms, mg, mk = (T.dynamic(n, i64) for n in ("m_b", "m_s", "m_g", "m_k"))
+    tb, ts, tg, pb, ps, sh = (T.dynamic(n, i64) for n in ("t_b", "t_s", "t_g", "p_b", "p_s", "sink_h"))
+    ub, us, uh = (T.dynamic(n, i64) for n in ("out_b", "out_s", "out_h"))
+    lb, ls, lh = (T.dynamic(n, i64) for n in ("lse_b", "lse_s", "lse_h"))
+    eb, es, eh = (T.dynamic(n, i64) for n in ("dlse_b", "dlse_s", "dlse_h"))
+
+    def call(name, *arguments):
+        return T.call_extern("handle", f"sparse_mla::{name}", *arguments)
+
+    def place(X, at):
+        # With "w" TileLang would put barriers around.
+        return T.access_ptr(X[at], "r", 1)
+
+    def bar(barrier, n=0):
+        return T.address_of(barrier[n])
+
+    @T.macro
+    def next_rows(KV, Indices, b, ti, g, i, r0, column, length, limit, found, rows, source, ok):
+        # Rows of block i from the entries read before, and the entries of block i + 1.
+        call(
+            f"place_rows<{INDEX}, {PASSES}>", source.data, ok.data, found.data, T.address_of(KV[b, 0, g, column]),
+            ks * ITEM, limit,
+        )  # fmt: skip
+        for r in T.unroll(PASSES):
+            rows[r] = T.if_then_else(ok[r] != 0, T.cast(found[r], "int32"), -1)
+        call(
+            f"load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES,
+            (i + 1) * BLOCK_K + r0, length,
+        )  # fmt: skip
+
+    @T.macro
+    def gather_left(X, source, ok, kv_ready):
+        call(f"gather_panels<2, {BLOCK_K}>", place(X, KV_AT), source.data, ok.data, 0)
+        T.cp_async_barrier_noinc(kv_ready[0])
+
+    @T.macro
+    def gather_right(X, source, ok, tail_further, kv_ready):
+        call(f"gather_panels<2, {BLOCK_K}>", place(X, KV_AT + 2 * OPERAND_BYTES), source.data, ok.data, 128)
+        if TAIL:
+            call("gather_tail", place(X, KV_TAIL_AT), source.data, ok.data, tail_further)
+        T.cp_async_barrier_noinc(kv_ready[1])
+
+    @T.macro
+    def say_slots(step, slot_row, slot_to, rows, goal, r0):
+        call("spread", goal.data, rows.data)
+        call(
+            "say_slots", rows.data, goal.data, T.access_ptr(slot_row[step & 1, r0], "r", 1),
+            T.access_ptr(slot_to[step & 1, r0], "r", 1),
+        )  # fmt: skip
+
+    @T.macro
+    def scores(X, c, half):
+        # Of the heads of a half, of the columns of the second group.
+        call(
+            f"part_of_scores<{DTYPE}, false>", c.data, place(X, KV_AT + 2 * OPERAND_BYTES),
+            place(X, HEADS_AT + half * OF_HALF + 2 * OF_PANEL),
+        )  # fmt: skip
+        call(
+            f"last_of_scores<{DTYPE}, {'true' if TAIL else 'false'}>", c.data, place(X, KV_TAIL_AT if TAIL else KV_AT),
+            place(X, Q_TAIL_AT + half * (ROWS * HALF_TAIL * ITEM)),
+        )  # fmt: skip
+
+    @T.macro
+    def add_dq(X, dq, half, panel):
+        call(
+            f"add_dq<{DTYPE}>", dq.data, place(X, DS_AT + half * OPERAND_BYTES),
+            place(X, KV_AT + panel * OPERAND_BYTES),
+        )  # fmt: skip
+
+    @T.macro
+    def chunks(valid, X, acc, p, to, rows, row_bytes, sm_scale, ds_free, peer):
+        # The four panels of dkv.
+        for n in T.serial(HALF // PANEL):
+            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT + n * OF_PANEL))
+            call("finish<32>", acc.data)
+            if n == HALF // PANEL - 1:
+                call("arrive_here", bar(ds_free))
+                call("arrive_there", bar(ds_free), peer)
+            call("scale_by", acc.data, sm_scale, 32)
+            call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, HEADS_AT + n * OF_PANEL + ROWS * PANEL * ITEM))
+            call("finish<32>", acc.data)
+            call(f"add_rows<{valid}, 2>", acc.data, to[0], rows[0], rows[1], row_bytes)
+            call(f"add_rows<{valid}, 2>", T.access_ptr(acc[2], "r", 1), to[0], rows[2], rows[3], row_bytes)
+            to[0] += PANEL * 4
+        to[0] -= HALF * 4
+
+    @T.macro
+    def leave(X, dQ, dq, half, panel, b, t, head_0, heads, rank, dq_scale, barrier):
+        call(
+            f"leave_rows<{ELEM}>", dq.data, dq_scale, place(X, KV_AT + panel * OPERAND_BYTES),
+            T.call_extern(
+                i64, "sparse_mla::kept",
+                T.address_of(dQ[b, t, T.min(head_0 + half * ROWS, H - 1), rank * HALF + panel * PANEL]),
+            ), T.cast(D * ITEM, i64), T.cast(heads - half * ROWS, "int32"), barrier,
+        )  # fmt: skip
+
+    @T.macro
+    def leave_empty(dQ, SinkShares, has_sink, b, t, head_0, heads, lane):
+        # Of a tile without slots dq and shares are 0: each CTA does so for its heads.
+        if (has_sink != 0) & (lane < ROWS) & (lane < heads):
+            SinkShares[(b * S + t) * H + head_0 + lane] = 0
+        for r, u in T.grid(PASSES, D // STEP):
+            row, column = r * 16 + lane // 8, u * STEP + lane % 8 * VECTOR
+            if exists(row, 1, heads, 1):
+                for v in T.vectorized(VECTOR):
+                    dQ[b, t, head_0 + row, column + v] = T.cast(0, dtype)
+
+    @T.prim_func
+    def sparse_mla_bwd_pair(
+        Q: T.StridedTensor((B, S, H, D), (qb, qs, qh, 1), dtype),
+        KV: T.StridedTensor((B, S_kv, G, D), (kb, ks, kg, 1), dtype),
+        dO: T.StridedTensor((B, S, H, D_V), (ob, os_, oh, 1), dtype),
+        Indices: T.StridedTensor((B, L, G, K), (ib, is_, ig, ik), idx_t),
+        Bits: T.StridedTensor((B, L, G, K), (mb, ms, mg, mk), "int32"),
+        Lengths: T.StridedTensor((B, L, G), (tb, ts, tg), "int32"),
+        Chosen: T.Tensor((1,), "int32"),
+        QPositions: T.StridedTensor((B, S), (pb, ps), i64),
+        Out: T.StridedTensor((B, S, H, D_V), (ub, us, uh, 1), dtype),
+        Lse: T.StridedTensor((B, S, H), (lb, ls, lh), fp32),
+        dLse: T.StridedTensor((B, S, H), (eb, es, eh), fp32),
+        Sink: T.StridedTensor((H,), (sh,), fp32),
+        SinkShares: T.Tensor((R,), fp32),
+        dQ: T.Tensor((B, S, H, D), dtype),
+        dKV: T.Tensor((N,), fp32),
+        Sums: T.Tensor((M,), fp32),
+        scale_log2: T.float32,
+        sm_scale: T.float32,
+        dq_scale: T.float32,
+        root_unit: T.float32,
+        heads_per_group: T.int32,
+        tiles_per_group: T.int32,
+        wanted: T.int32,
+        tile_0: T.int32,
+        slot_0: T.int32,
+        part_slots: T.int32,
+        starts: T.int32,
+        ends: T.int32,
+        causal: T.int32,
+        has_length: T.int32,
+        has_positions: T.int32,
+        has_sink: T.int32,
+        ctas: T.int32,
+        rounds: T.int32,
+    ):
+        tiles = T.cast(B * L * G, "int32")
+        with T.Kernel(2 * tiles, threads=THREADS, cluster_dims=2) as bx:
+            T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROUNDED + ROW_DOT + PRODUCTS + DKV_STREAM + PAIR)
+            X = T.alloc_shared([BYTES], "uint8")
+            stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
+            slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
+            slot_to = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
+
+            kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
+            stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
+            # Of warps.
+            kv_free = T.alloc_barrier(arrive_count=4)
+            tail_free = T.alloc_barrier(arrive_count=4)
+            e_full = T.alloc_cluster_barrier(arrive_count=1)
+            e_free = T.alloc_cluster_barrier(arrive_count=4)
+            p_room = T.alloc_cluster_barrier(arrive_count=4)
+            ds_ready = T.alloc_cluster_barrier(arrive_count=1)
+            p_ready = T.alloc_cluster_barrier(arrive_count=1)
+            # Copies and stream of both, and the peer's scores.
+            ds_free = T.alloc_cluster_barrier(arrive_count=20)
+
+            begin(Chosen, wanted, 1, bx == 2 * tiles - 1)
+            tx = T.get_thread_binding()
+            rank = T.alloc_var("int32")
+            rank = T.cast(bx, "int32") % 2
+            peer = T.alloc_var("int32")
+            peer = rank ^ 1
+            at = T.alloc_local([4], "int32")
+            find_tile(at, T.cast(bx, "int32") // 2, B, G, L, 1)
+            b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+            t = T.cast(tile_0, i64) + ti
+            head_0 = g * heads_per_group
+            heads = T.min(heads_per_group, 2 * ROWS)
+            length = T.alloc_var("int32")
+            blocks = T.alloc_var("int32")
+            length = T.cast(K, "int32")
+            if has_length != 0:
+                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
+            blocks = T.ceildiv(length, BLOCK_K)
+
+            # Does: loads q, dout; gathers KV; row values; dq of columns 128..255. Consumes: kv_free, tail_free,
+            # ds_ready. Produces: kv_ready, stats_ready, ds_free.
+            if tx >= 2 * WARPGROUP:
+                T.set_max_nreg(COPY_REGISTERS, 0)
+                lane = tx - 2 * WARPGROUP
+                r0 = lane // 8
+                c0 = lane % 8 * 8
+                limit = T.alloc_var(i64)
+                found = T.alloc_local([PASSES], idx_t)
+                rows = T.alloc_local([PASSES], "int32")
+                ok = T.alloc_local([PASSES], "int32")
+                goal = T.alloc_local([PASSES], "int32")
+                source = T.alloc_local([PASSES], i64)
+                there = T.alloc_local([PASSES], "int32")
+                q_at = T.alloc_local([PASSES], i64)
+                sums = T.alloc_local([PASSES], fp32)
+                of_row = T.alloc_local([3], fp32)
+                dq_0 = T.alloc_local([64], fp32)
+                dq_1 = T.alloc_local([64], fp32)
+                mine_0 = T.cast(rank * ROWS, i64) + head_0
+                mine = T.min(heads - rank * ROWS, ROWS)
+                # From a row's first own column of V to its own tail, in bytes.
+                tail_further = T.cast((D_V + rank * (HALF_TAIL - HALF)) * ITEM, i64)
+                if blocks == 0:
+                    leave_empty(dQ, SinkShares, has_sink, b, t, mine_0, mine, lane)
+                else:
+                    limit = S_kv
+                    if causal != 0:
+                        if has_positions != 0:
+                            limit = limit_at(QPositions[b, t], S_kv)
+                        else:
+                            limit = T.min(S_kv, t + S_kv - S + 1)
+                    for r in T.unroll(PASSES):
+                        goal[r] = -1
+                    call(
+                        f"load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]),
+                        ik * INDEX_BYTES, r0, length,
+                    )  # fmt: skip
+                    for h in T.unroll(2):
+                        of_half = T.min(heads - h * ROWS, ROWS)
+                        find_rows(
+                            q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
+                        )
+                        call(
+                            f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data
+                        )
+                        if TAIL:
+                            call(
+                                "gather_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
+                                tail_further,
+                            )  # fmt: skip
+                        find_rows(
+                            q_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
+                        )
+                        call(
+                            f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF + ROWS * PANEL * ITEM),
+                            q_at.data, there.data,
+                        )  # fmt: skip
+                    next_rows(
+                        KV, Indices, b, ti, g, 0, r0, c0 + rank * HALF, length, limit, found, rows, source, ok
+                    )
+                    gather_left(X, source, ok, kv_ready)
+                    call(
+                        f"look_ahead<{INDEX}>", goal.data, rows.data, T.address_of(Indices[b, ti, g, 0]),
+                        ik * INDEX_BYTES, r0, length, limit,
+                    )  # fmt: skip
+                    say_slots(0, slot_row, slot_to, rows, goal, r0)
+                    gather_right(X, source, ok, tail_further, kv_ready)
+                    find_rows(q_at, there, Out, b, t, mine_0, mine, 1, 1, r0, c0)
+                    find_rows(source, there, dO, b, t, mine_0, mine, 1, 1, r0, c0)
+                    load_values(of_row, Lse, dLse, Sink, b, t, mine_0, mine, 1, 1, lane)
+                    call(f"dot_rows<{ELEM}>", sums.data, q_at.data, source.data, there.data)
+                    say_stats(
+                        sums, of_row, SinkShares, stats, b, t, mine_0, mine, 1, 1, lane, root_unit, has_sink,
+                        stats_ready, S, H,
+                    )  # fmt: skip
+                    call("zero<64>", dq_0.data)
+                    call("zero<64>", dq_1.data)
+                    # Iteration i finishes block i and gathers the next.
+                    for i in T.serial(blocks):
+                        next_rows(
+                            KV, Indices, b, ti, g, i + 1, r0, c0 + rank * HALF, length, limit, found, rows, source, ok
+                        )
+                        call("wait_for_peer", bar(ds_ready), i & 1)
+                        call("begin_products")
+                        add_dq(X, dq_0, 0, 2)
+                        add_dq(X, dq_1, 1, 2)
+                        if i + 1 < blocks:
+                            T.barrier_wait(kv_free, i & 1)
+                            gather_left(X, source, ok, kv_ready)
+                            say_slots(i + 1, slot_row, slot_to, rows, goal, r0)
+                        call("finish<64>", dq_0.data)
+                        call("finish<64>", dq_1.data)
+                        call("arrive_here", bar(ds_free))
+                        call("arrive_there", bar(ds_free), peer)
+                        if i + 1 < blocks:
+                            if TAIL:
+                                T.barrier_wait(tail_free, i & 1)
+                            gather_right(X, source, ok, tail_further, kv_ready)
+                    leave(X, dQ, dq_0, 0, 2, b, t, head_0, heads, rank, dq_scale, COPIES)
+                    leave(X, dQ, dq_1, 1, 2, b, t, head_0, heads, rank, dq_scale, COPIES)
+
+            # Does: scores, P, dS; dq of columns 0..127. Produces: ds_ready, p_ready, kv_free, e_full, p_room.
+            # Consumes: kv_ready, stats_ready, ds_free, e_free.
+            elif tx < WARPGROUP:
+                T.set_max_nreg(SCORE_REGISTERS, 1)
+                c = T.alloc_local([64], fp32)
+                dq_mine = T.alloc_local([64], fp32)
+                dq_theirs = T.alloc_local([64], fp32)
+                p = T.alloc_local([16], "uint32")
+                ds = T.alloc_local([16], "uint32")
+                call("zero<64>", dq_mine.data)
+                call("zero<64>", dq_theirs.data)
+                for i in T.serial(blocks):
+                    call("expect", bar(e_full), E_BYTES)
+                    T.barrier_wait(kv_ready[0], i & 1)
+                    T.fence_proxy_async()
+                    call(
+                        f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                        place(X, HEADS_AT + peer * OF_HALF),
+                    )  # fmt: skip
+                    T.barrier_wait(kv_ready[1], i & 1)
+                    T.fence_proxy_async()
+                    scores(X, c, peer)
+                    call("finish<64>", c.data)
+                    call("wait_for_peer", bar(e_free), (i & 1) ^ 1)
+                    call("send", c.data, place(X, E_AT), bar(e_full), peer)
+                    call(
+                        f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                        place(X, HEADS_AT + rank * OF_HALF),
+                    )  # fmt: skip
+                    scores(X, c, rank)
+                    if i == 0:
+                        T.barrier_wait(stats_ready, 0)
+                    call("finish<64>", c.data)
+                    call("wait_for_peer", bar(e_full), i & 1)
+                    call("add_received", c.data, place(X, E_AT))
+                    call("arrive_there", bar(p_room), peer)
+                    call(
+                        f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
+                        T.access_ptr(slot_row[i & 1, 0], "r", 1), scale_log2,
+                    )  # fmt: skip
+                    call("wait_for_peer", bar(ds_free), (i & 1) ^ 1)
+                    call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
+                    call("proxy_fence")
+                    call("sync_warpgroup", SCORES)
+                    if tx == 0:
+                        call("copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready), peer)
+                    call("expect", bar(ds_ready), OPERAND_BYTES)
+                    add_dq(X, dq_mine, rank, 0)
+                    call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
+                    call("proxy_fence")
+                    call("sync_warpgroup", SCORES)
+                    call("wait_for_peer", bar(p_room), i & 1)
+                    if tx == 0:
+                        call("copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer)
+                    call("expect", bar(p_ready), OPERAND_BYTES)
+                    call("wait_for_peer", bar(ds_ready), i & 1)
+                    add_dq(X, dq_theirs, peer, 0)
+                    call("finish<64>", dq_mine.data)
+                    call("finish<64>", dq_theirs.data)
+                    call("arrive_here", bar(kv_free))
+                    call("arrive_there", bar(ds_free), peer)
+                if blocks > 0:
+                    leave(X, dQ, dq_mine, rank, 0, b, t, head_0, heads, rank, dq_scale, SCORES)
+                    leave(X, dQ, dq_theirs, peer, 0, b, t, head_0, heads, rank, dq_scale, SCORES)
+
+            # Does: dkv; dq of the tail. Produces: ds_free, tail_free, e_free. Consumes: ds_ready, p_ready.
+            else:
+                T.set_max_nreg(STREAM_REGISTERS, 0)
+                lane_b = tx - WARPGROUP
+                my_slot = T.alloc_var("int32")
+                my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
+                my_rows = T.alloc_local([4], "int32")
+                row_bytes = T.alloc_var("int32")
+                row_bytes = T.cast(G * D * 4, "int32")
+                to = T.alloc_local([2], i64)
+                p = T.alloc_local([32], "uint32")
+                acc = T.alloc_local([32], fp32)
+                dq_t = T.alloc_local([32], fp32)
+                call("zero<32>", dq_t.data)
+                row_0 = (b * S_kv * G + g) * D
+                to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
+                to[1] = T.call_extern(
+                    i64, "sparse_mla::line", dKV.data, row_0 + T.cast(D_V + rank * HALF_TAIL, i64)
+                )  # fmt: skip
+                for i in T.serial(blocks):
+                    call("wait_for_peer", bar(ds_ready), i & 1)
+                    for n in T.unroll(4):
+                        my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
+                    if TAIL:
+                        call(
+                            f"tail_products<{DTYPE}>", acc.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
+                            place(X, KV_TAIL_AT),
+                        )  # fmt: skip
+                        call("finish<32>", acc.data)
+                        call("finish<32>", dq_t.data)
+                        call("arrive_here", bar(tail_free))
+                        call("scale_by", acc.data, sm_scale, 16)
+                        call("add_rows<false, 1>", acc.data, to[1], my_rows[0], my_rows[1], row_bytes)
+                        call(
+                            "add_rows<false, 1>", T.access_ptr(acc[2], "r", 1), to[1], my_rows[2], my_rows[3], row_bytes
+                        )
+                    call("wait_for_peer", bar(p_ready), i & 1)
+                    call("take", p.data, place(X, E_AT))
+                    call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
+                    call("arrive_there", bar(e_free), peer)
+                    if (
+                        T.call_extern(
+                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)
+                        )
+                        != 0
+                    ):
+                        chunks("true", X, acc, p, to, my_rows, row_bytes, sm_scale, ds_free, peer)
+                    else:
+                        chunks("false", X, acc, p, to, my_rows, row_bytes, sm_scale, ds_free, peer)
+                if TAIL:
+                    if blocks > 0:
+                        for h in T.unroll(2):
+                            call(
+                                f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
+                                T.call_extern(
+                                    i64, "sparse_mla::kept",
+                                    T.address_of(dQ[b, t, T.min(head_0 + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
+                                ), T.cast(D * ITEM, i64), T.cast(heads - h * ROWS, "int32"),
+                            )  # fmt: skip
+            T.cluster_sync()
+
+    return sparse_mla_bwd_pair
