@@ -38,6 +38,10 @@ def test_shared_memory_fits(D: int) -> None:
     plan = Plan(D, "bfloat16", "int32")
     assert sum(plan.forward_smem.values()) <= SMEM_LIMIT
     assert sum(plan.backward_smem.values()) <= SMEM_LIMIT
+    assert sum(plan.pair_smem.values()) <= SMEM_LIMIT
+    for heads, parts in ((64, plan.backward_smem), (65, plan.pair_smem)):
+        found = launch.smem_bytes(problem(heads, D), SparseAttentionConfig())
+        assert found == {"forward": sum(plan.forward_smem.values()), "backward": sum(parts.values())}
 
 
 @pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
@@ -51,11 +55,15 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
     with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 305408 of 232448 bytes"):
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
+    needed = sum(Plan(576, "bfloat16", "int32").pair_smem.values()) + 64 * 288 * 2
+    with pytest.raises(UnsupportedError, match=rf"bwd_stages = 1, not 2 .*would need {needed} of 232448 bytes"):
+        launch.check(problem(128), SparseAttentionConfig(bwd_stages=2))
 
 
 @pytest.mark.skipif(not env.is_installed("tilelang"), reason="needs tilelang")
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("forward", 1), ("forward", 8), ("backward", 1), ("backward", 8), ("backward_pair", 1)]
+)
 def test_fixed_shapes_know_every_variable(kind: str, tokens: int) -> None:
     """TileLang renames a variable that a builder also calls otherwise, as the tiles of one token each."""
     function, variables = fixed_shapes._dynamic_build(kind, Plan(576, "bfloat16", "int32", tokens))
@@ -99,6 +107,7 @@ def test_tiles_of_a_cta(has_length: int, whole: bool, rounds: int) -> None:
     gather = launch.Gather(1, slots, nothing, nothing, nothing, nothing, -1, (0, has_length, 0))
     assert launch._rounds(problem(S=9), gather, 2, whole) == (2, rounds)
     assert launch._rounds(problem(S=9), gather, 100, whole) == (100, 1)
+    assert launch._rounds(problem(128, S=9), gather, 2, whole, tiles_per_group=1) == (2, rounds)
 
 
 def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +144,10 @@ def test_importing_the_backend_leaves_tilelang_alone() -> None:
 @pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
 @pytest.mark.parametrize("heads", HEAD_CLASSES)
 def test_compiles_for_sm_90a_without_a_gpu(heads: int, D: int) -> None:
-    """One kernel serves all head classes of a D: only the first of them compiles."""
+    """One forward serves all head classes of a D, one backward those up to 64 heads: only their first one compiles."""
     from cute_sparse_mla.hopper import build
 
     launch.warmup(problem(heads, D), SparseAttentionConfig(tokens_per_tile=1), backward=True)
-    for kind in ("forward", "backward"):
+    for kind in ("forward", "backward_pair" if heads > 64 else "backward"):
         source = build.kernel(kind, launch.plan_of(problem(heads, D))).get_kernel_source()
         assert "wgmma" in source

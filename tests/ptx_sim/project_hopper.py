@@ -30,7 +30,7 @@ def unavailable() -> str | None:
 
 
 # What a kernel writes whole; starts as NaN.
-OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",)}
+OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",), "backward_pair": ("dQ",)}
 
 
 class _Simulated:

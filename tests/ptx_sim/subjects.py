@@ -80,6 +80,8 @@ def subjects() -> dict[str, Subject]:
         for D, H in ((576, 64), (512, 64), (512, 24)):
             found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H, False)
             found[f"hopper-fwd-h{H}-d{D}"] = partial(_hopper_forward, D, H)
+        for D, H in ((576, 128), (512, 96)):
+            found[f"hopper-h{H}-d{D}"] = partial(_hopper, D, H, False)
         found["hopper-h64-d576-deterministic"] = partial(_hopper, 576, 64, True)
     if project_sm100.unavailable() is None:
         for heads, dim, tokens_per_tile in project_sm100.FORWARD:
