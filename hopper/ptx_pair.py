@@ -216,17 +216,25 @@ __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, 16);
 }
-// 32 columns of 8 of a warp's 16 rows; as `add`, straight from the accumulator. `rows`: of the warp's slots, the even
-// one of a lane's two first.
-template <bool All>
-__device__ __forceinline__ void add_rows(const void *accumulator, long long to, const void *rows, int stride) {
-  const float *mine = static_cast<const float *>(accumulator);
+// Rows 8 to 15 of a warp's 16 of 32 columns are set aside, as by `keep`.
+__device__ __forceinline__ void keep_half(const void *accumulator, void *kept) {
+  const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+}
+// 32 columns of 8 of a warp's 16 rows, as `add`. `rows`: of the warp's slots, the even one of a lane's two first.
+template <bool All, int Step>
+__device__ __forceinline__ void add_rows(const void *pairs, long long to, const void *rows, int stride) {
+  const float one = opaque_one();
+  float mine[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
   const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
   float four[2][4], line0[4], line1[4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float *left = mine + 8 * i, *right = left + 4;
+    const float *left = mine + 4 * i, *right = left + 2;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
