@@ -25,7 +25,19 @@ Pipeline of one block of 64 slots, time down; there is one KV buffer.
 import tilelang.language as T
 from tvm.tirx import PrimFunc
 
-from .plan import BLOCK_K, COPY_REGISTERS, D_V, HALF, ITEM, ROWS, SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan
+from .plan import (
+    BLOCK_K,
+    COPY_REGISTERS,
+    D_V,
+    HALF,
+    ITEM,
+    ROWS,
+    SCORE_REGISTERS,
+    STREAM_REGISTERS,
+    THREADS,
+    WARPGROUP,
+    Plan,
+)
 from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
 from .ptx_pair import PAIR
 from .row_stats import load_values, say_stats
@@ -310,20 +322,14 @@ def build(plan: Plan) -> PrimFunc:
                     load_entries(found, Indices, b, ti, g, 0, r0, length)
                     for h in T.unroll(2):
                         of_half = T.min(heads - h * ROWS, ROWS)
-                        find_rows(
-                            q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
-                        )
-                        call(
-                            f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data
-                        )
+                        find_rows(q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
+                        call(f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data)
                         if TAIL:
                             call(
                                 "load_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
                                 tail_further,
                             )  # fmt: skip
-                        find_rows(
-                            do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
-                        )
+                        find_rows(do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
                         call(
                             f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF + ROWS * PANEL * ITEM),
                             do_at.data, there.data,
@@ -493,18 +499,17 @@ def build(plan: Plan) -> PrimFunc:
                             "false", X, acc, kept, p, to, to_tail, slot_to, i, my_slot, row_bytes, sm_scale, ds_free,
                             peer,
                         )  # fmt: skip
-                if TAIL:
-                    if blocks > 0:
-                        find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
-                        b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
-                        for h in T.unroll(2):
-                            call(
-                                f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
-                                T.call_extern(
-                                    i64, "sparse_mla::kept",
-                                    T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
-                                ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
-                            )  # fmt: skip
+                if TAIL and blocks > 0:
+                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
+                    b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
+                    for h in T.unroll(2):
+                        call(
+                            f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
+                            T.call_extern(
+                                i64, "sparse_mla::kept",
+                                T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
+                            ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
+                        )  # fmt: skip
             T.cluster_sync()
 
     return sparse_mla_bwd_pair
