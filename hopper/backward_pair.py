@@ -46,6 +46,7 @@ from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
 PANEL = 64  # columns of an operand tile in shared memory
+CHUNK_COLUMNS = {512: 64, 576: 32}  # of dkv at a time
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -56,6 +57,7 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     HALF_TAIL = TAIL // 2
+    WIDTH = CHUNK_COLUMNS[D]
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     DTYPE, ELEM = WGMMA_TYPE[dtype], ELEMENT[dtype]
@@ -165,42 +167,59 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def add(valid, half, pairs, to, slot_to, step, my_slot, row_bytes):
+    def add(valid, columns, half, pairs, to, slot_to, step, my_slot, row_bytes):
         # Half of the rows of an accumulator, of the second half what was kept.
         call(
-            f"add_rows<{valid}, {2 if half else 4}>", pairs.data, to,
+            f"add_rows<{valid}, {columns}, {2 if half else 4}>", pairs.data, to,
             T.access_ptr(slot_to[step & 3, my_slot + 8 * half], "r", 1), row_bytes,
         )  # fmt: skip
 
     @T.macro
-    def finish_chunk(X, acc, p, at_q, sm_scale):
-        call("finish<16>", acc.data)
-        call("scale_by", acc.data, sm_scale, 16)
-        call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
-        call("finish<16>", acc.data)
+    def begin_chunk(X, acc, at_q):
+        call(f"dS_q<{DTYPE}, {WIDTH}>", acc.data, place(X, DS_AT), place(X, at_q))
 
     @T.macro
-    def chunks(valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last):
-        # The columns of V, 32 at a time: more, beside P and dq, there are no registers for. Each is begun under the
-        # adds of half of the rows of the one before, the first under those of the tail.
-        for m in T.serial(HALF // 32 - (0 if TAIL else 1)):
-            n = m + (0 if TAIL else 1)
-            at_q = HEADS_AT + n // 2 * OF_PANEL + n % 2 * (PANEL * ITEM // 2)
-            call("keep_half", acc.data, kept.data)
-            add(valid, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
-            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, at_q))
-            add(valid, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
-            call("finish<16>", acc.data)
-            if n == HALF // 32 - 1:
+    def finish_chunk(X, acc, p, at_q, sm_scale):
+        call(f"finish<{WIDTH // 2}>", acc.data)
+        call("scale_by", acc.data, sm_scale, WIDTH // 2)
+        call(f"add_P_dO<{DTYPE}, {WIDTH}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
+        call(f"finish<{WIDTH // 2}>", acc.data)
+
+    @T.macro
+    def chunks(
+        valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last
+    ):  # fmt: skip
+        # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
+        # those of the tail.
+        if TAIL:
+            call("keep_half<32>", acc.data, kept.data)
+            add(valid, 32, 0, acc, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            begin_chunk(X, acc, HEADS_AT)
+            add(valid, 32, 1, kept, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
+        for m in T.serial(HALF // WIDTH - 1):
+            n = m + 1
+            at_q = HEADS_AT + n * WIDTH // PANEL * OF_PANEL + n * WIDTH % PANEL * ITEM
+            call(f"keep_half<{WIDTH}>", acc.data, kept.data)
+            add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+            begin_chunk(X, acc, at_q)
+            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+            call(f"finish<{WIDTH // 2}>", acc.data)
+            if n == HALF // WIDTH - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
+            # With the last one q and dout come free, as they are filled again: panels but the last.
+            call(
+                "arrive_if_here", T.cast(last & (n * WIDTH % PANEL == 0), "int32"),
+                bar(heads_free, n * WIDTH // PANEL - 1 if WIDTH == PANEL else (n - 1) // 2),
+            )  # fmt: skip
             finish_chunk(X, acc, p, at_q, sm_scale)
-            call("arrive_if_here", T.cast(last & (n % 2 == 1), "int32"), bar(heads_free, n // 2))
-            to[0] += T.if_then_else(n == 0, -to_tail, T.cast(32 * 4, i64))
-        call("keep_half", acc.data, kept.data)
-        add(valid, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
-        add(valid, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
-        to[0] += to_tail - (HALF - 32) * 4 if TAIL else -(HALF - 32) * 4
+            to[0] += WIDTH * 4
+        call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, HALF // PANEL - 1))
+        call(f"keep_half<{WIDTH}>", acc.data, kept.data)
+        add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+        add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+        to[0] -= (HALF - WIDTH) * 4
 
     @T.macro
     def leave(X, dQ, dq, half, panel, b, t, head_0, heads, rank, dq_scale, barrier):
@@ -495,8 +514,8 @@ def build(plan: Plan) -> PrimFunc:
                 row_bytes = T.cast(G * D * 4, "int32")
                 to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
-                acc = T.alloc_local([16], fp32)
-                kept = T.alloc_local([8], fp32)
+                acc = T.alloc_local([WIDTH // 2], fp32)
+                kept = T.alloc_local([WIDTH // 4], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 for w in T.serial(mine):
                     find_tile(at, start + w * ctas, B, G, L, 1)
@@ -505,8 +524,6 @@ def build(plan: Plan) -> PrimFunc:
                     row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                     to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                     to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
-                    if TAIL:
-                        to[0] += to_tail
                     for i in T.serial(blocks):
                         call("wait_for_peer", bar(ds_ready), step & 1)
                         if TAIL:
@@ -519,7 +536,7 @@ def build(plan: Plan) -> PrimFunc:
                             call("arrive_here", bar(tail_free))
                             call("scale_by", acc.data, sm_scale, 16)
                         else:
-                            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT))
+                            begin_chunk(X, acc, HEADS_AT)
                         call("wait_for_peer", bar(p_ready), step & 1)
                         call("take", p.data, place(X, E_AT))
                         call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
