@@ -46,7 +46,7 @@ from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
 PANEL = 64  # columns of an operand tile in shared memory
-CHUNK_COLUMNS = {512: 64, 576: 32}  # of dkv at a time
+CHUNK_COLUMNS = {512: 64, 576: 64}  # of dkv at a time
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -187,13 +187,13 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def chunks(
-        valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last
+        valid, X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last
     ):  # fmt: skip
         # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
         # those of the tail.
         if TAIL:
-            call("keep_half<32>", acc.data, kept.data)
-            add(valid, 32, 0, acc, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            call("keep_half<32>", acc_t.data, kept.data)
+            add(valid, 32, 0, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
             begin_chunk(X, acc, HEADS_AT)
             add(valid, 32, 1, kept, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
             finish_chunk(X, acc, p, HEADS_AT, sm_scale)
@@ -516,25 +516,31 @@ def build(plan: Plan) -> PrimFunc:
                 p = T.alloc_local([32], "uint32")
                 acc = T.alloc_local([WIDTH // 2], fp32)
                 kept = T.alloc_local([WIDTH // 4], fp32)
+                acc_t = T.alloc_local([16], fp32)
                 dq_t = T.alloc_local([32], fp32)
+                away = T.alloc_local([8], "float32x4")
                 for w in T.serial(mine):
                     find_tile(at, start + w * ctas, B, G, L, 1)
                     blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
                     call("zero<32>", dq_t.data)
+                    call("put_away", dq_t.data, away.data)
                     row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                     to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                     to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
                     for i in T.serial(blocks):
+                        if TAIL:
+                            call("take_back", dq_t.data, away.data)
                         call("wait_for_peer", bar(ds_ready), step & 1)
                         if TAIL:
                             call(
-                                f"tail_products<{DTYPE}>", acc.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
+                                f"tail_products<{DTYPE}>", acc_t.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
                                 place(X, KV_TAIL_AT),
                             )  # fmt: skip
-                            call("finish<16>", acc.data)
+                            call("finish<16>", acc_t.data)
                             call("finish<32>", dq_t.data)
+                            call("put_away", dq_t.data, away.data)
                             call("arrive_here", bar(tail_free))
-                            call("scale_by", acc.data, sm_scale, 16)
+                            call("scale_by", acc_t.data, sm_scale, 16)
                         else:
                             begin_chunk(X, acc, HEADS_AT)
                         call("wait_for_peer", bar(p_ready), step & 1)
@@ -548,18 +554,19 @@ def build(plan: Plan) -> PrimFunc:
                         # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
                         if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)) != 0:
                             chunks(
-                                "true", X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
+                                "true", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
                                 peer, heads_free, i + 1 == blocks,
                             )  # fmt: skip
                         else:
                             chunks(
-                                "false", X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
+                                "false", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
                                 peer, heads_free, i + 1 == blocks,
                             )  # fmt: skip
                         step += 1
                     if TAIL and blocks > 0:
                         find_tile(at, T.call_extern("int32", "sparse_mla::opaque", start + w * ctas), B, G, L, 1)
                         b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
+                        call("take_back", dq_t.data, away.data)
                         for h in T.unroll(2):
                             call(
                                 f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,

@@ -97,6 +97,27 @@ __device__ __forceinline__ void scale_by(void *values, float factor, int count) 
   for (int i = 0; i < count; ++i) static_cast<float *>(values)[i] *= factor;
 }
 
+// 32 registers to local memory and back: dq of the tail, which is used once a block, gives way to wider chunks of dkv.
+__device__ __forceinline__ void put_away(const void *values, void *room) {
+  const float *v = static_cast<const float *>(values);
+  const size_t to = __cvta_generic_to_local(room);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    asm volatile("st.local.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 16 * i), "f"(v[4 * i]), "f"(v[4 * i + 1]),
+                 "f"(v[4 * i + 2]), "f"(v[4 * i + 3])
+                 : "memory");
+}
+__device__ __forceinline__ void take_back(void *values, void *room) {
+  float *v = static_cast<float *>(values);
+  const size_t from = __cvta_generic_to_local(room);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    asm volatile("ld.local.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[4 * i]), "=f"(v[4 * i + 1]), "=f"(v[4 * i + 2]), "=f"(v[4 * i + 3])
+                 : "l"(from + 16 * i)
+                 : "memory");
+}
+
 template <int Layout, int Leading, int Stride>
 __device__ __forceinline__ tl::GmmaDescriptor operand(const void *shared) {
   tl::GmmaDescriptor made;
