@@ -148,14 +148,18 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def scores(X, c, half):
-        # Of the heads of a half, of the columns of the second group.
+    def part(name, first, X, c, half, columns, row):
+        # Of the heads of a half, from row `row` on: q, and below it dout; of the first or the second group of columns.
         call(
-            f"part_of_scores<{DTYPE}, false>", c.data, place(X, KV_AT + 2 * OPERAND_BYTES),
-            place(X, HEADS_AT + half * OF_HALF + 2 * OF_PANEL),
+            f"{name}<{DTYPE}, {first}>", c.data, place(X, KV_AT + 2 * columns * OPERAND_BYTES),
+            place(X, HEADS_AT + half * OF_HALF + 2 * columns * OF_PANEL + row * PANEL * ITEM),
         )  # fmt: skip
+
+    @T.macro
+    def last_part(X, s, half):
+        # The tail of S^T, which ends the group.
         call(
-            f"last_of_scores<{DTYPE}, {'true' if TAIL else 'false'}>", c.data, place(X, KV_TAIL_AT if TAIL else KV_AT),
+            f"last_of_scores<{DTYPE}, {'true' if TAIL else 'false'}>", s.data, place(X, KV_TAIL_AT if TAIL else KV_AT),
             place(X, Q_TAIL_AT + half * (ROWS * HALF_TAIL * ITEM)),
         )  # fmt: skip
 
@@ -433,6 +437,8 @@ def build(plan: Plan) -> PrimFunc:
             elif tx < WARPGROUP:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 c = T.alloc_local([64], fp32)
+                s_theirs = T.alloc_local([32], fp32)
+                dp_theirs = T.alloc_local([32], fp32)
                 dq_mine = T.alloc_local([64], fp32)
                 dq_theirs = T.alloc_local([64], fp32)
                 p = T.alloc_local([16], "uint32")
@@ -446,21 +452,24 @@ def build(plan: Plan) -> PrimFunc:
                         call("expect", bar(e_full), E_BYTES)
                         T.barrier_wait(kv_ready[0], step & 1)
                         T.fence_proxy_async()
-                        call(
-                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
-                            place(X, HEADS_AT + peer * OF_HALF),
-                        )  # fmt: skip
+                        # S^T first, which is under way to the peer while dP^T is made.
+                        call("begin_products")
+                        part("part_of_half", "true", X, s_theirs, peer, 0, 0)
                         T.barrier_wait(kv_ready[1], step & 1)
                         T.fence_proxy_async()
-                        scores(X, c, peer)
-                        call("finish<64>", c.data)
+                        part("part_of_half", "false", X, s_theirs, peer, 1, 0)
+                        last_part(X, s_theirs, peer)
+                        part("part_of_half", "true", X, dp_theirs, peer, 0, ROWS)
+                        part("part_of_half", "false", X, dp_theirs, peer, 1, ROWS)
+                        call("end_products")
                         call("wait_for_peer", bar(e_free), (step & 1) ^ 1)
-                        call("send", c.data, place(X, E_AT), bar(e_full), peer)
-                        call(
-                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
-                            place(X, HEADS_AT + rank * OF_HALF),
-                        )  # fmt: skip
-                        scores(X, c, rank)
+                        call("finish_first", s_theirs.data)
+                        call("send", s_theirs.data, place(X, E_AT), bar(e_full), peer)
+                        call("finish<32>", dp_theirs.data)
+                        call("send", dp_theirs.data, place(X, E_AT + E_BYTES // 2), bar(e_full), peer)
+                        part("part_of_scores", "true", X, c, rank, 0, 0)
+                        part("part_of_scores", "false", X, c, rank, 1, 0)
+                        last_part(X, c, rank)
                         if i == 0:
                             T.barrier_wait(stats_ready, tiles_before & 1)
                         call("finish<64>", c.data)
