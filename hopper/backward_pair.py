@@ -300,7 +300,7 @@ def build(plan: Plan) -> PrimFunc:
             tail_free = T.alloc_barrier(arrive_count=4)
             e_full = T.alloc_cluster_barrier(arrive_count=1)
             e_free = T.alloc_cluster_barrier(arrive_count=8)
-            p_room = T.alloc_cluster_barrier(arrive_count=4)
+            p_room = T.alloc_cluster_barrier(arrive_count=1)
             ds_ready = T.alloc_cluster_barrier(arrive_count=1)
             p_ready = T.alloc_cluster_barrier(arrive_count=1)
             # Copies and stream of both, and the peer's scores.
@@ -477,26 +477,30 @@ def build(plan: Plan) -> PrimFunc:
                         call("add_received", c.data, place(X, E_AT))
                         # What the peer wrote here as a thread does, its copy of P will write.
                         call("proxy_fence")
-                        call("arrive_there", bar(p_room), peer)
+                        call("sync_warpgroup", SCORES)
+                        call("arrive_alone", bar(p_room), peer)
                         call(
                             f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
                             T.access_ptr(slot_row[step & 1, 0], "r", 1), scale_log2,
                         )  # fmt: skip
                         call("wait_for_peer", bar(ds_free), (step & 1) ^ 1)
                         call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
-                        call("proxy_fence")
-                        call("sync_warpgroup", SCORES)
-                        if tx == 0:
-                            call("copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready), peer)
-                        call("expect", bar(ds_ready), OPERAND_BYTES)
-                        add_dq(X, dq_mine, rank, 0)
                         call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
                         call("proxy_fence")
                         call("sync_warpgroup", SCORES)
-                        call("wait_for_peer", bar(p_room), step & 1)
                         if tx == 0:
-                            call("copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer)
+                            call(
+                                "copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready),
+                                peer,
+                            )  # fmt: skip
+                            call("wait_for_peer", bar(p_room), step & 1)
+                            call(
+                                "copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer
+                            )
+                        call("expect", bar(ds_ready), OPERAND_BYTES)
                         call("expect", bar(p_ready), OPERAND_BYTES)
+                        call("begin_products")
+                        add_dq(X, dq_mine, rank, 0)
                         call("wait_for_peer", bar(ds_ready), step & 1)
                         add_dq(X, dq_theirs, peer, 0)
                         call("finish<64>", dq_mine.data)

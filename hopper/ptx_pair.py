@@ -63,6 +63,11 @@ __device__ __forceinline__ void arrive_there(const void *barrier, int peer) {
   if (threadIdx.x % 32 == 0)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_peer(barrier, peer)) : "memory");
 }
+// That of one thread for a warpgroup, which is behind a barrier of its own.
+__device__ __forceinline__ void arrive_alone(const void *barrier, int peer) {
+  if (threadIdx.x % 128 == 0)
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_peer(barrier, peer)) : "memory");
+}
 // The arrival of one thread, and so many bytes that the peer sends.
 __device__ __forceinline__ void expect(const void *barrier, int bytes) {
   if (threadIdx.x % 128 == 0)
