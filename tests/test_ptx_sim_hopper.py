@@ -168,7 +168,7 @@ def test_a_backward_cta_goes_over_tiles(D: int, H: int, deterministic: bool) -> 
             assert main.grid[0] == 2 * S
         else:
             [main] = [entry for entry in recorder.launches if entry.kernel == "sparse_mla_bwd_kernel"]
-            assert main.grid[0] == (S if S < multiprocessors else multiprocessors + S % multiprocessors)
+            assert main.grid[0] == (S if multiprocessors > S else multiprocessors + S % multiprocessors)
         assert not [f for r in recorder.reports for f in r.findings]
     assert not observer.races, observer.races[0].text
     (dq, dkv, d_sink), again = found
