@@ -84,30 +84,33 @@ def build(plan: Plan) -> PrimFunc:
     def bar(barrier, n=0):
         return T.address_of(barrier[n])
 
+    def extent(at, tile_0, heads_per_group):
+        # Batch entry, token, first head, and how many heads there are.
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+        return b, tile_0 + ti, g * heads_per_group, heads_per_group
+
     @T.macro
-    def next_rows(KV, Indices, b, ti, g, i, r0, column, length, limit, found, rows, source, ok):
-        # Rows of block i from the entries read before, and the entries of block i + 1.
-        call(
-            f"place_rows<{INDEX}, {PASSES}>", source.data, ok.data, found.data, T.address_of(KV[b, 0, g, column]),
-            ks * ITEM, limit,
-        )  # fmt: skip
-        for r in T.unroll(PASSES):
-            rows[r] = T.if_then_else(ok[r] != 0, T.cast(found[r], "int32"), -1)
+    def load_entries(found, Indices, b, ti, g, i, r0, length):
         call(
             f"load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]), ik * INDEX_BYTES,
-            (i + 1) * BLOCK_K + r0, length,
+            i * BLOCK_K + r0, length,
         )  # fmt: skip
 
     @T.macro
-    def gather_left(X, source, ok, kv_ready):
-        call(f"gather_panels<2, {BLOCK_K}>", place(X, KV_AT), source.data, ok.data, 0)
+    def gather_left(X, rows, KV, b, g, column, kv_ready):
+        call(
+            "gather_block<false>", place(X, KV_AT), place(X, KV_AT), rows.data, T.address_of(KV[b, 0, g, column]),
+            ks * ITEM, 0, 0,
+        )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[0])
 
     @T.macro
-    def gather_right(X, source, ok, tail_further, kv_ready):
-        call(f"gather_panels<2, {BLOCK_K}>", place(X, KV_AT + 2 * OPERAND_BYTES), source.data, ok.data, 128)
-        if TAIL:
-            call("gather_tail", place(X, KV_TAIL_AT), source.data, ok.data, tail_further)
+    def gather_right(X, rows, KV, b, g, column, tail_further, kv_ready):
+        call(
+            f"gather_block<{'true' if TAIL else 'false'}>", place(X, KV_AT + 2 * OPERAND_BYTES),
+            place(X, KV_TAIL_AT if TAIL else 0), rows.data, T.address_of(KV[b, 0, g, column]), ks * ITEM, 2 * PANEL,
+            tail_further,
+        )  # fmt: skip
         T.cp_async_barrier_noinc(kv_ready[1])
 
     @T.macro
@@ -115,7 +118,7 @@ def build(plan: Plan) -> PrimFunc:
         call("spread", goal.data, rows.data)
         call(
             "say_slots", rows.data, goal.data, T.access_ptr(slot_row[step & 1, r0], "r", 1),
-            T.access_ptr(slot_to[step & 1, r0], "r", 1),
+            T.access_ptr(slot_to[step & 3, r0], "r", 1),
         )  # fmt: skip
 
     @T.macro
@@ -138,20 +141,30 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def chunks(valid, X, acc, p, to, rows, row_bytes, sm_scale, ds_free, peer):
-        # The four panels of dkv.
-        for n in T.serial(HALF // PANEL):
-            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT + n * OF_PANEL))
-            call("finish<32>", acc.data)
-            if n == HALF // PANEL - 1:
+    def add(valid, acc, to, slot_to, step, my_slot, row_bytes):
+        call(
+            f"add_rows<{valid}>", acc.data, to, T.access_ptr(slot_to[step & 3, my_slot], "r", 1), row_bytes
+        )
+        call(
+            f"add_rows<{valid}>", T.access_ptr(acc[2], "r", 1), to,
+            T.access_ptr(slot_to[step & 3, my_slot + 8], "r", 1), row_bytes,
+        )  # fmt: skip
+
+    @T.macro
+    def chunks(valid, X, acc, p, to, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer):
+        # Of the columns of V, 32 at a time: more, beside P and dq, there are no registers for.
+        for n in T.serial(HALF // 32):
+            at_q = HEADS_AT + n // 2 * OF_PANEL + n % 2 * (PANEL * ITEM // 2)
+            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, at_q))
+            call("finish<16>", acc.data)
+            if n == HALF // 32 - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
-            call("scale_by", acc.data, sm_scale, 32)
-            call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, HEADS_AT + n * OF_PANEL + ROWS * PANEL * ITEM))
-            call("finish<32>", acc.data)
-            call(f"add_rows<{valid}, 2>", acc.data, to[0], rows[0], rows[1], row_bytes)
-            call(f"add_rows<{valid}, 2>", T.access_ptr(acc[2], "r", 1), to[0], rows[2], rows[3], row_bytes)
-            to[0] += PANEL * 4
+            call("scale_by", acc.data, sm_scale, 16)
+            call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
+            call("finish<16>", acc.data)
+            add(valid, acc, to[0], slot_to, step, my_slot, row_bytes)
+            to[0] += 32 * 4
         to[0] -= HALF * 4
 
     @T.macro
@@ -218,7 +231,8 @@ def build(plan: Plan) -> PrimFunc:
             X = T.alloc_shared([BYTES], "uint8")
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
             slot_row = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
-            slot_to = T.alloc_shared([2, BLOCK_K], "int32", scope="shared")
+            # The stream reads it up to the last adds, behind which the next block but one may have begun.
+            slot_to = T.alloc_shared([4, BLOCK_K], "int32", scope="shared")
 
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
@@ -226,7 +240,7 @@ def build(plan: Plan) -> PrimFunc:
             kv_free = T.alloc_barrier(arrive_count=4)
             tail_free = T.alloc_barrier(arrive_count=4)
             e_full = T.alloc_cluster_barrier(arrive_count=1)
-            e_free = T.alloc_cluster_barrier(arrive_count=4)
+            e_free = T.alloc_cluster_barrier(arrive_count=8)
             p_room = T.alloc_cluster_barrier(arrive_count=4)
             ds_ready = T.alloc_cluster_barrier(arrive_count=1)
             p_ready = T.alloc_cluster_barrier(arrive_count=1)
@@ -241,10 +255,8 @@ def build(plan: Plan) -> PrimFunc:
             peer = rank ^ 1
             at = T.alloc_local([4], "int32")
             find_tile(at, T.cast(bx, "int32") // 2, B, G, L, 1)
-            b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
-            t = T.cast(tile_0, i64) + ti
-            head_0 = g * heads_per_group
-            heads = T.min(heads_per_group, 2 * ROWS)
+            ti, g = T.cast(at[2], i64), T.cast(at[1], i64)
+            b, t, head_0, heads = extent(at, tile_0, heads_per_group)
             length = T.alloc_var("int32")
             blocks = T.alloc_var("int32")
             length = T.cast(K, "int32")
@@ -262,9 +274,8 @@ def build(plan: Plan) -> PrimFunc:
                 limit = T.alloc_var(i64)
                 found = T.alloc_local([PASSES], idx_t)
                 rows = T.alloc_local([PASSES], "int32")
-                ok = T.alloc_local([PASSES], "int32")
                 goal = T.alloc_local([PASSES], "int32")
-                source = T.alloc_local([PASSES], i64)
+                do_at = T.alloc_local([PASSES], i64)
                 there = T.alloc_local([PASSES], "int32")
                 q_at = T.alloc_local([PASSES], i64)
                 sums = T.alloc_local([PASSES], fp32)
@@ -274,7 +285,7 @@ def build(plan: Plan) -> PrimFunc:
                 mine_0 = T.cast(rank * ROWS, i64) + head_0
                 mine = T.min(heads - rank * ROWS, ROWS)
                 # From a row's first own column of V to its own tail, in bytes.
-                tail_further = T.cast((D_V + rank * (HALF_TAIL - HALF)) * ITEM, i64)
+                tail_further = (D_V + rank * (HALF_TAIL - HALF)) * ITEM
                 if blocks == 0:
                     leave_empty(dQ, SinkShares, has_sink, b, t, mine_0, mine, lane)
                 else:
@@ -286,10 +297,7 @@ def build(plan: Plan) -> PrimFunc:
                             limit = T.min(S_kv, t + S_kv - S + 1)
                     for r in T.unroll(PASSES):
                         goal[r] = -1
-                    call(
-                        f"load_slots<{INDEX}, {PASSES}>", found.data, T.address_of(Indices[b, ti, g, 0]),
-                        ik * INDEX_BYTES, r0, length,
-                    )  # fmt: skip
+                    load_entries(found, Indices, b, ti, g, 0, r0, length)
                     for h in T.unroll(2):
                         of_half = T.min(heads - h * ROWS, ROWS)
                         find_rows(
@@ -300,30 +308,29 @@ def build(plan: Plan) -> PrimFunc:
                         )
                         if TAIL:
                             call(
-                                "gather_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
+                                "load_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
                                 tail_further,
                             )  # fmt: skip
                         find_rows(
-                            q_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
+                            do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
                         )
                         call(
                             f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF + ROWS * PANEL * ITEM),
-                            q_at.data, there.data,
+                            do_at.data, there.data,
                         )  # fmt: skip
-                    next_rows(
-                        KV, Indices, b, ti, g, 0, r0, c0 + rank * HALF, length, limit, found, rows, source, ok
-                    )
-                    gather_left(X, source, ok, kv_ready)
+                    call(f"find_rows<{INDEX}>", rows.data, found.data, limit)
+                    load_entries(found, Indices, b, ti, g, 1, r0, length)
+                    gather_left(X, rows, KV, b, g, c0 + rank * HALF, kv_ready)
                     call(
                         f"look_ahead<{INDEX}>", goal.data, rows.data, T.address_of(Indices[b, ti, g, 0]),
                         ik * INDEX_BYTES, r0, length, limit,
                     )  # fmt: skip
                     say_slots(0, slot_row, slot_to, rows, goal, r0)
-                    gather_right(X, source, ok, tail_further, kv_ready)
+                    gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further, kv_ready)
                     find_rows(q_at, there, Out, b, t, mine_0, mine, 1, 1, r0, c0)
-                    find_rows(source, there, dO, b, t, mine_0, mine, 1, 1, r0, c0)
+                    find_rows(do_at, there, dO, b, t, mine_0, mine, 1, 1, r0, c0)
                     load_values(of_row, Lse, dLse, Sink, b, t, mine_0, mine, 1, 1, lane)
-                    call(f"dot_rows<{ELEM}>", sums.data, q_at.data, source.data, there.data)
+                    call(f"dot_rows<{ELEM}>", sums.data, q_at.data, do_at.data, there.data)
                     say_stats(
                         sums, of_row, SinkShares, stats, b, t, mine_0, mine, 1, 1, lane, root_unit, has_sink,
                         stats_ready, S, H,
@@ -332,17 +339,16 @@ def build(plan: Plan) -> PrimFunc:
                     call("zero<64>", dq_1.data)
                     # Iteration i finishes block i and gathers the next.
                     for i in T.serial(blocks):
-                        next_rows(
-                            KV, Indices, b, ti, g, i + 1, r0, c0 + rank * HALF, length, limit, found, rows, source, ok
-                        )
                         call("wait_for_peer", bar(ds_ready), i & 1)
                         call("begin_products")
                         add_dq(X, dq_0, 0, 2)
                         add_dq(X, dq_1, 1, 2)
+                        call(f"find_rows<{INDEX}>", rows.data, found.data, limit)
                         if i + 1 < blocks:
-                            T.barrier_wait(kv_free, i & 1)
-                            gather_left(X, source, ok, kv_ready)
+                            call("load_goals", goal.data, T.access_ptr(slot_to[i & 3, r0], "r", 1))
                             say_slots(i + 1, slot_row, slot_to, rows, goal, r0)
+                            T.barrier_wait(kv_free, i & 1)
+                            gather_left(X, rows, KV, b, g, c0 + rank * HALF, kv_ready)
                         call("finish<64>", dq_0.data)
                         call("finish<64>", dq_1.data)
                         call("arrive_here", bar(ds_free))
@@ -350,9 +356,12 @@ def build(plan: Plan) -> PrimFunc:
                         if i + 1 < blocks:
                             if TAIL:
                                 T.barrier_wait(tail_free, i & 1)
-                            gather_right(X, source, ok, tail_further, kv_ready)
-                    leave(X, dQ, dq_0, 0, 2, b, t, head_0, heads, rank, dq_scale, COPIES)
-                    leave(X, dQ, dq_1, 1, 2, b, t, head_0, heads, rank, dq_scale, COPIES)
+                            gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further, kv_ready)
+                        load_entries(found, Indices, b, ti, g, i + 2, r0, length)
+                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
+                    b_c, t_c, head_c, heads_c = extent(at, tile_0, heads_per_group)
+                    leave(X, dQ, dq_0, 0, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
+                    leave(X, dQ, dq_1, 1, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
 
             # Does: scores, P, dS; dq of columns 0..127. Produces: ds_ready, p_ready, kv_free, e_full, p_room.
             # Consumes: kv_ready, stats_ready, ds_free, e_free.
@@ -389,6 +398,8 @@ def build(plan: Plan) -> PrimFunc:
                     call("finish<64>", c.data)
                     call("wait_for_peer", bar(e_full), i & 1)
                     call("add_received", c.data, place(X, E_AT))
+                    # What the peer wrote here as a thread does, its copy of P will write.
+                    call("proxy_fence")
                     call("arrive_there", bar(p_room), peer)
                     call(
                         f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
@@ -416,8 +427,10 @@ def build(plan: Plan) -> PrimFunc:
                     call("arrive_here", bar(kv_free))
                     call("arrive_there", bar(ds_free), peer)
                 if blocks > 0:
-                    leave(X, dQ, dq_mine, rank, 0, b, t, head_0, heads, rank, dq_scale, SCORES)
-                    leave(X, dQ, dq_theirs, peer, 0, b, t, head_0, heads, rank, dq_scale, SCORES)
+                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
+                    b_s, t_s, head_s, heads_s = extent(at, tile_0, heads_per_group)
+                    leave(X, dQ, dq_mine, rank, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
+                    leave(X, dQ, dq_theirs, peer, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
 
             # Does: dkv; dq of the tail. Produces: ds_free, tail_free, e_free. Consumes: ds_ready, p_ready.
             else:
@@ -425,58 +438,54 @@ def build(plan: Plan) -> PrimFunc:
                 lane_b = tx - WARPGROUP
                 my_slot = T.alloc_var("int32")
                 my_slot = lane_b // 32 * 16 + lane_b % 32 // 8 * 2
-                my_rows = T.alloc_local([4], "int32")
                 row_bytes = T.alloc_var("int32")
                 row_bytes = T.cast(G * D * 4, "int32")
-                to = T.alloc_local([2], i64)
+                to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
-                acc = T.alloc_local([32], fp32)
+                acc = T.alloc_local([16], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 call("zero<32>", dq_t.data)
                 row_0 = (b * S_kv * G + g) * D
                 to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
-                to[1] = T.call_extern(
-                    i64, "sparse_mla::line", dKV.data, row_0 + T.cast(D_V + rank * HALF_TAIL, i64)
-                )  # fmt: skip
+                to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
                 for i in T.serial(blocks):
                     call("wait_for_peer", bar(ds_ready), i & 1)
-                    for n in T.unroll(4):
-                        my_rows[n] = slot_to[i & 1, my_slot + n // 2 * 8 + n % 2]
                     if TAIL:
                         call(
                             f"tail_products<{DTYPE}>", acc.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
                             place(X, KV_TAIL_AT),
                         )  # fmt: skip
-                        call("finish<32>", acc.data)
+                        call("finish<16>", acc.data)
                         call("finish<32>", dq_t.data)
                         call("arrive_here", bar(tail_free))
                         call("scale_by", acc.data, sm_scale, 16)
-                        call("add_rows<false, 1>", acc.data, to[1], my_rows[0], my_rows[1], row_bytes)
-                        call(
-                            "add_rows<false, 1>", T.access_ptr(acc[2], "r", 1), to[1], my_rows[2], my_rows[3], row_bytes
-                        )
+                        add("false", acc, to[0] + to_tail, slot_to, i, my_slot, row_bytes)
                     call("wait_for_peer", bar(p_ready), i & 1)
                     call("take", p.data, place(X, E_AT))
                     call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
                     call("arrive_there", bar(e_free), peer)
+                    # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
+                    call("arrive_here", bar(e_free))
                     if (
                         T.call_extern(
-                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 1, 0], "r", 1)
+                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 3, 0], "r", 1)
                         )
                         != 0
                     ):
-                        chunks("true", X, acc, p, to, my_rows, row_bytes, sm_scale, ds_free, peer)
+                        chunks("true", X, acc, p, to, slot_to, i, my_slot, row_bytes, sm_scale, ds_free, peer)
                     else:
-                        chunks("false", X, acc, p, to, my_rows, row_bytes, sm_scale, ds_free, peer)
+                        chunks("false", X, acc, p, to, slot_to, i, my_slot, row_bytes, sm_scale, ds_free, peer)
                 if TAIL:
                     if blocks > 0:
+                        find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
+                        b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
                         for h in T.unroll(2):
                             call(
                                 f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
                                 T.call_extern(
                                     i64, "sparse_mla::kept",
-                                    T.address_of(dQ[b, t, T.min(head_0 + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
-                                ), T.cast(D * ITEM, i64), T.cast(heads - h * ROWS, "int32"),
+                                    T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
+                                ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
                             )  # fmt: skip
             T.cluster_sync()
 

@@ -13,6 +13,12 @@ __device__ __forceinline__ unsigned of_peer(const void *address, int peer) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(in_shared(address)), "r"(peer));
   return there;
 }
+// The CTA's number, read anew: what follows from it need not be kept in registers through a loop.
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
 // A thread's 64 values to the place from which the same thread of the peer reads them.
 __device__ __forceinline__ void send(const void *values, const void *to, const void *barrier, int peer) {
   const float *v = static_cast<const float *>(values);
@@ -180,100 +186,126 @@ __device__ __forceinline__ void tail_products(void *accumulator, void *dq, const
   tl::warpgroup_fence_operand(acc, 16);
   tl::warpgroup_fence_operand(sum, 32);
 }
-// [64 slots x 64 columns] accumulator = dS of 128 heads times a panel of q, under way.
+// [64 slots x 32 columns] accumulator = dS of 128 heads times half a panel of q, under way.
 template <tl::DataType Type>
 __device__ __forceinline__ void dS_q(void *accumulator, const void *dS, const void *q) {
   float *acc = static_cast<float *>(accumulator);
   const tl::GmmaDescriptor a = operand<Panel, 1, 64>(dS), b = operand<Panel, 1, 64>(q);
-  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(acc, 16);
   tl::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
-    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 32, 16, false, true, 1, 1>(
         uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 65536 + k % 4 * 2048) >> 4)),
         reinterpret_cast<uint32_t *>(acc), k > 0);
   tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(acc, 16);
 }
-// += P of 128 heads, a left operand in registers, times a panel of dout, under way.
+// += P of 128 heads, a left operand in registers, times half a panel of dout, under way.
 template <tl::DataType Type>
 __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const void *dout) {
   float *acc = static_cast<float *>(accumulator);
   const uint32_t *p = static_cast<const uint32_t *>(P);
   const tl::GmmaDescriptor b = operand<Panel, 1, 64>(dout);
-  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(acc, 16);
   tl::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
-    tl::wgmma_rs<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
+    tl::wgmma_rs<Type, Type, tl::DataType::kFloat32, 64, 32, 16, false, true, 1, 1>(
         p + 4 * k, uint64_t(b + ((k / 4 * 65536 + k % 4 * 2048) >> 4)), reinterpret_cast<uint32_t *>(acc), 1);
   tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(acc, 32);
+  tl::warpgroup_fence_operand(acc, 16);
 }
-// `Halves` x 32 columns of 8 of a warp's 16 rows; as `add`, straight from the accumulator.
-template <bool All, int Halves>
-__device__ __forceinline__ void add_rows(const void *accumulator, long long to, int row0, int row1, int stride) {
+// 32 columns of 8 of a warp's 16 rows; as `add`, straight from the accumulator. `rows`: of the warp's slots, the even
+// one of a lane's two first.
+template <bool All>
+__device__ __forceinline__ void add_rows(const void *accumulator, long long to, const void *rows, int stride) {
   const float *mine = static_cast<const float *>(accumulator);
+  const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
-  const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
-  const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
+  float four[2][4], line0[4], line1[4];
 #pragma unroll
-  for (int half = 0; half < Halves; ++half) {
-    float four[2][4];
+  for (int i = 0; i < 2; ++i) {
+    const float *left = mine + 8 * i, *right = left + 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float *left = mine + 16 * half + 8 * i, *right = left + 4;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
-        four[i][e] = odd ? other : left[e];
-        four[i][2 + e] = odd ? right[e] : other;
-      }
-    }
-    float line0[4], line1[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float other = __shfl_xor_sync(0xffffffffu, four[1][c], 4);
-      line0[c] = second ? other : four[0][c];
-      line1[c] = second ? four[0][c] : other;
-    }
-    if (half == 0) {
-      add_line<false, All, 0>(at0, row0, line0);
-      add_line<false, All, 0>(at1, row1, line1);
-    } else {
-      add_line<false, All, 128>(at0, row0, line0);
-      add_line<false, All, 128>(at1, row1, line1);
+    for (int e = 0; e < 2; ++e) {
+      const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
+      four[i][e] = odd ? other : left[e];
+      four[i][2 + e] = odd ? right[e] : other;
     }
   }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float other = __shfl_xor_sync(0xffffffffu, four[1][c], 4);
+    line0[c] = second ? other : four[0][c];
+    line1[c] = second ? four[0][c] : other;
+  }
+  add_line<false, All, 0>(row_at(to + (second ? 64 : 0), row0, stride), row0, line0);
+  add_line<false, All, 0>(row_at(to + (second ? 0 : 64), row1, stride), row1, line1);
 }
 
-// The tail of four rows, 32 columns of 64 bytes, 8 threads a row of which each copies two pieces. `to`: the rows' place
-// from row threadIdx.x % 128 / 8 on, rows 16 apart; `rows`: addresses of the thread's 16 bytes; `further`: bytes from a
-// row's first such piece to its tail.
-__device__ __forceinline__ void gather_tail(const void *to, const void *rows, const void *valid, long long further) {
-  const long long *row = static_cast<const long long *>(rows);
-  const int *ok = static_cast<const int *>(valid);
-  const int thread = threadIdx.x % 8, piece = thread % 4, r0 = threadIdx.x % 128 / 8;
-  const bool upper = thread >= 4;
-  const long long back = further + 16 * (piece - thread);
-  const unsigned shared = in_shared(to) + (upper ? 2048 : 0) + r0 * 64 + ((piece ^ r0 / 2 % 4) << 4);
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 1024),
-                 "l"((upper ? row[2 + r] : row[r]) + back), "r"((upper ? ok[2 + r] : ok[r]) ? 16 : 0));
-}
 // Where a thread's 16 bytes of its first row go in a panel.
 __device__ __forceinline__ const void *in_panel(const void *panel) {
   const int r0 = threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
   return static_cast<const char *>(panel) + r0 * 128 + ((piece ^ r0 % 8) << 4);
 }
-template <int Steps, int Rows>
-__device__ __forceinline__ void gather_panels(const void *panel, const void *rows, const void *valid, int first) {
-  gather_rows<Steps, Rows>(in_panel(panel), rows, valid, 0, first);
-}
+// Four rows from the addresses of a thread's first 16 bytes of each, 8 threads a row, rows 16 apart in shared memory.
 template <int Steps>
 __device__ __forceinline__ void load_panels(const void *panel, const void *rows, const void *valid) {
   gather_rows_in_turn<Steps, 128>(in_panel(panel), rows, valid);
+}
+// Their tails, 32 columns of 64 bytes, of which each thread copies two pieces; `further`: bytes from a row's first 16
+// bytes that are copied to its tail.
+__device__ __forceinline__ void copy_tail(const void *to, const long long *row, const bool *valid, int further) {
+  const int thread = threadIdx.x % 8, piece = thread % 4, r0 = threadIdx.x % 128 / 8;
+  const bool upper = thread >= 4;
+  const unsigned shared = in_shared(to) + (upper ? 2048 : 0) + r0 * 64 + ((piece ^ r0 / 2 % 4) << 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 1024),
+                 "l"((upper ? row[2 + r] : row[r]) + (further + 16 * (piece - thread))),
+                 "r"((upper ? valid[2 + r] : valid[r]) ? 16 : 0));
+}
+__device__ __forceinline__ void load_tail(const void *to, const void *rows, const void *there, int further) {
+  const int *is = static_cast<const int *>(there);
+  const bool valid[4] = {is[0] != 0, is[1] != 0, is[2] != 0, is[3] != 0};
+  copy_tail(to, static_cast<const long long *>(rows), valid, further);
+}
+// The rows that a thread's four entries of a block are, of those below `limit`, or -1.
+template <typename Index> __device__ __forceinline__ void find_rows(void *rows, const void *found, long long limit) {
+  const long long most = limit > 0 ? limit : 0;
+  const Index end = most < 0x7fffffff || sizeof(Index) > 4 ? most : 0x7fffffff;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const Index row = static_cast<const Index *>(found)[j];
+    static_cast<int *>(rows)[j] = row >= 0 && row < end ? static_cast<int>(row) : -1;
+  }
+}
+// Two panels of a block's rows of kv, and if `Tailed` their tail. Addresses are made here: those of a block cost the
+// registers of which the products under way have none to spare.
+template <bool Tailed>
+__device__ __forceinline__ void gather_block(const void *panels, const void *tail, const void *rows, const void *kv,
+                                             long long stride, int first, int further) {
+  const unsigned shared = in_shared(in_panel(panels));
+  long long at[4];
+  bool valid[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = static_cast<const int *>(rows)[r];
+    valid[r] = row >= 0;
+    at[r] = reinterpret_cast<long long>(kv) + offset(row >= 0 ? row : 0, stride);
+#pragma unroll
+    for (int u = 0; u < 2; ++u)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * 8192),
+                   "l"(at[r] + 2 * (first + 64 * u)), "r"(valid[r] ? 16 : 0));
+  }
+  if constexpr (Tailed) copy_tail(tail, at, valid, further);
+}
+// Where terms of a thread's four slots went in the block before, as `say_slots` said.
+__device__ __forceinline__ void load_goals(void *goal, const void *slot_to) {
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 4; ++r) static_cast<int *>(goal)[r] = static_cast<const int *>(slot_to)[16 * r];
 }
 
 // Sums of products of four rows of out and of dout over 512 columns, 8 threads a row, each its part of them.
