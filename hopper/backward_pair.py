@@ -25,7 +25,19 @@ Pipeline of one block of 64 slots, time down; there is one KV buffer.
 import tilelang.language as T
 from tvm.tirx import PrimFunc
 
-from .plan import BLOCK_K, COPY_REGISTERS, D_V, HALF, ITEM, ROWS, SCORE_REGISTERS, STREAM_REGISTERS, THREADS, WARPGROUP, Plan
+from .plan import (
+    BLOCK_K,
+    COPY_REGISTERS,
+    D_V,
+    HALF,
+    ITEM,
+    ROWS,
+    SCORE_REGISTERS,
+    STREAM_REGISTERS,
+    THREADS,
+    WARPGROUP,
+    Plan,
+)
 from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
 from .ptx_pair import PAIR
 from .row_stats import load_values, say_stats
@@ -141,31 +153,41 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def add(valid, acc, to, slot_to, step, my_slot, row_bytes):
+    def add(valid, half, pairs, to, slot_to, step, my_slot, row_bytes):
+        # Half of the rows of an accumulator, of the second half what was kept.
         call(
-            f"add_rows<{valid}>", acc.data, to, T.access_ptr(slot_to[step & 3, my_slot], "r", 1), row_bytes
-        )
-        call(
-            f"add_rows<{valid}>", T.access_ptr(acc[2], "r", 1), to,
-            T.access_ptr(slot_to[step & 3, my_slot + 8], "r", 1), row_bytes,
+            f"add_rows<{valid}, {2 if half else 4}>", pairs.data, to,
+            T.access_ptr(slot_to[step & 3, my_slot + 8 * half], "r", 1), row_bytes,
         )  # fmt: skip
 
     @T.macro
-    def chunks(valid, X, acc, p, to, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer):
-        # Of the columns of V, 32 at a time: more, beside P and dq, there are no registers for.
-        for n in T.serial(HALF // 32):
+    def finish_chunk(X, acc, p, at_q, sm_scale):
+        call("finish<16>", acc.data)
+        call("scale_by", acc.data, sm_scale, 16)
+        call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
+        call("finish<16>", acc.data)
+
+    @T.macro
+    def chunks(valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer):
+        # The columns of V, 32 at a time: more, beside P and dq, there are no registers for. Each is begun under the
+        # adds of half of the rows of the one before, the first under those of the tail.
+        for m in T.serial(HALF // 32 - (0 if TAIL else 1)):
+            n = m + (0 if TAIL else 1)
             at_q = HEADS_AT + n // 2 * OF_PANEL + n % 2 * (PANEL * ITEM // 2)
+            call("keep_half", acc.data, kept.data)
+            add(valid, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
             call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, at_q))
+            add(valid, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
             call("finish<16>", acc.data)
             if n == HALF // 32 - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
-            call("scale_by", acc.data, sm_scale, 16)
-            call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
-            call("finish<16>", acc.data)
-            add(valid, acc, to[0], slot_to, step, my_slot, row_bytes)
-            to[0] += 32 * 4
-        to[0] -= HALF * 4
+            finish_chunk(X, acc, p, at_q, sm_scale)
+            to[0] += T.if_then_else(n == 0, -to_tail, T.cast(32 * 4, i64))
+        call("keep_half", acc.data, kept.data)
+        add(valid, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+        add(valid, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+        to[0] += to_tail - (HALF - 32) * 4 if TAIL else -(HALF - 32) * 4
 
     @T.macro
     def leave(X, dQ, dq, half, panel, b, t, head_0, heads, rank, dq_scale, barrier):
@@ -300,20 +322,14 @@ def build(plan: Plan) -> PrimFunc:
                     load_entries(found, Indices, b, ti, g, 0, r0, length)
                     for h in T.unroll(2):
                         of_half = T.min(heads - h * ROWS, ROWS)
-                        find_rows(
-                            q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
-                        )
-                        call(
-                            f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data
-                        )
+                        find_rows(q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
+                        call(f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data)
                         if TAIL:
                             call(
                                 "load_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
                                 tail_further,
                             )  # fmt: skip
-                        find_rows(
-                            do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF
-                        )
+                        find_rows(do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
                         call(
                             f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF + ROWS * PANEL * ITEM),
                             do_at.data, there.data,
@@ -443,11 +459,14 @@ def build(plan: Plan) -> PrimFunc:
                 to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
                 acc = T.alloc_local([16], fp32)
+                kept = T.alloc_local([8], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 call("zero<32>", dq_t.data)
                 row_0 = (b * S_kv * G + g) * D
                 to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                 to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
+                if TAIL:
+                    to[0] += to_tail
                 for i in T.serial(blocks):
                     call("wait_for_peer", bar(ds_ready), i & 1)
                     if TAIL:
@@ -459,34 +478,38 @@ def build(plan: Plan) -> PrimFunc:
                         call("finish<32>", dq_t.data)
                         call("arrive_here", bar(tail_free))
                         call("scale_by", acc.data, sm_scale, 16)
-                        add("false", acc, to[0] + to_tail, slot_to, i, my_slot, row_bytes)
+                    else:
+                        call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT))
                     call("wait_for_peer", bar(p_ready), i & 1)
                     call("take", p.data, place(X, E_AT))
                     call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
                     call("arrive_there", bar(e_free), peer)
                     # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
                     call("arrive_here", bar(e_free))
-                    if (
-                        T.call_extern(
-                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 3, 0], "r", 1)
-                        )
-                        != 0
-                    ):
-                        chunks("true", X, acc, p, to, slot_to, i, my_slot, row_bytes, sm_scale, ds_free, peer)
+                    if not TAIL:
+                        finish_chunk(X, acc, p, HEADS_AT, sm_scale)
+                    # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
+                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 3, 0], "r", 1)) != 0:
+                        chunks(
+                            "true", X, acc, kept, p, to, to_tail, slot_to, i, my_slot, row_bytes, sm_scale, ds_free,
+                            peer,
+                        )  # fmt: skip
                     else:
-                        chunks("false", X, acc, p, to, slot_to, i, my_slot, row_bytes, sm_scale, ds_free, peer)
-                if TAIL:
-                    if blocks > 0:
-                        find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
-                        b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
-                        for h in T.unroll(2):
-                            call(
-                                f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
-                                T.call_extern(
-                                    i64, "sparse_mla::kept",
-                                    T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
-                                ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
-                            )  # fmt: skip
+                        chunks(
+                            "false", X, acc, kept, p, to, to_tail, slot_to, i, my_slot, row_bytes, sm_scale, ds_free,
+                            peer,
+                        )  # fmt: skip
+                if TAIL and blocks > 0:
+                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
+                    b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
+                    for h in T.unroll(2):
+                        call(
+                            f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
+                            T.call_extern(
+                                i64, "sparse_mla::kept",
+                                T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
+                            ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
+                        )  # fmt: skip
             T.cluster_sync()
 
     return sparse_mla_bwd_pair

@@ -2,8 +2,8 @@
 
 PAIR = r"""
 namespace sparse_mla {
-// Operands [rows x 32 columns] of the tail stand in rows of 64 bytes, swizzled by 64 bytes; groups of 8 rows follow each
-// other in 512 bytes. All others are panels of 64 columns, in rows of 128 bytes.
+// Operands [rows x 32 columns] of the tail stand in rows of 64 bytes, swizzled by 64 bytes; 8 rows are 512 bytes. All
+// others are panels of 64 columns, in rows of 128 bytes.
 constexpr int Tail = 2, Panel = 1;  // layouts of a matrix descriptor
 __device__ __forceinline__ unsigned in_shared(const void *address) {
   return static_cast<unsigned>(__cvta_generic_to_shared(address));
@@ -51,7 +51,8 @@ __device__ __forceinline__ void copy_to_peer(const void *from, int bytes, const 
 // An arrival by each warp.
 __device__ __forceinline__ void arrive_here(const void *barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(in_shared(barrier)) : "memory");
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(in_shared(barrier)) : "memory");
 }
 __device__ __forceinline__ void arrive_there(const void *barrier, int peer) {
   __syncwarp();
@@ -61,7 +62,8 @@ __device__ __forceinline__ void arrive_there(const void *barrier, int peer) {
 // The arrival of one thread, and so many bytes that the peer sends.
 __device__ __forceinline__ void expect(const void *barrier, int bytes) {
   if (threadIdx.x % 128 == 0)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(barrier)), "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void wait_for_peer(const void *barrier, int parity) {
   asm volatile("{\n"
@@ -91,7 +93,8 @@ __device__ __forceinline__ void scale_by(void *values, float factor, int count) 
   for (int i = 0; i < count; ++i) static_cast<float *>(values)[i] *= factor;
 }
 
-template <int Layout, int Leading, int Stride> __device__ __forceinline__ tl::GmmaDescriptor operand(const void *shared) {
+template <int Layout, int Leading, int Stride>
+__device__ __forceinline__ tl::GmmaDescriptor operand(const void *shared) {
   tl::GmmaDescriptor made;
   tl::initialize_wgmma_descriptor<Layout, Leading, Stride>(made, const_cast<void *>(shared));
   return made;
@@ -138,8 +141,9 @@ __device__ __forceinline__ void softmax(const void *scores, void *P, void *dS, c
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float *column = of + 8 * j + lane % 4 * 2;
-    const float2 lse = *reinterpret_cast<const float2 *>(column), weight = *reinterpret_cast<const float2 *>(column + 64),
-                 rest = *reinterpret_cast<const float2 *>(column + 128);
+    const float2 lse = *reinterpret_cast<const float2 *>(column);
+    const float2 weight = *reinterpret_cast<const float2 *>(column + 64);
+    const float2 rest = *reinterpret_cast<const float2 *>(column + 128);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = 4 * j + 2 * i;
@@ -163,7 +167,8 @@ __device__ __forceinline__ void put_operand(const void *values, const void *shar
 // [64 heads x 32 columns] accumulators of both halves += dS^T times the tail of kv, and an accumulator of 32 columns =
 // dS of 64 slots and 128 heads times the tail of q, in one group.
 template <tl::DataType Type>
-__device__ __forceinline__ void tail_products(void *accumulator, void *dq, const void *dS, const void *q, const void *kv) {
+__device__ __forceinline__ void tail_products(void *accumulator, void *dq, const void *dS, const void *q,
+                                              const void *kv) {
   float *acc = static_cast<float *>(accumulator), *sum = static_cast<float *>(dq);
   const tl::GmmaDescriptor by_slots = operand<Panel, 1, 64>(dS), by_rows = operand<Panel, 1, 64>(dS),
                            q_columns = operand<Tail, 0, 32>(q), kv_columns = operand<Tail, 0, 32>(kv);
@@ -180,8 +185,9 @@ __device__ __forceinline__ void tail_products(void *accumulator, void *dq, const
 #pragma unroll
   for (int k = 0; k < 8; ++k)
     tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 32, 16, false, true, 1, 1>(
-        uint64_t(by_slots + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(q_columns + ((k / 4 * 4096 + k % 4 * 1024) >> 4)),
-        reinterpret_cast<uint32_t *>(acc), k > 0);
+        uint64_t(by_slots + ((k / 4 * 8192 + k % 4 * 32) >> 4)),
+        uint64_t(q_columns + ((k / 4 * 4096 + k % 4 * 1024) >> 4)), reinterpret_cast<uint32_t *>(acc),
+        k > 0);
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, 16);
   tl::warpgroup_fence_operand(sum, 32);
@@ -216,17 +222,25 @@ __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, 16);
 }
-// 32 columns of 8 of a warp's 16 rows; as `add`, straight from the accumulator. `rows`: of the warp's slots, the even
-// one of a lane's two first.
-template <bool All>
-__device__ __forceinline__ void add_rows(const void *accumulator, long long to, const void *rows, int stride) {
-  const float *mine = static_cast<const float *>(accumulator);
+// Rows 8 to 15 of a warp's 16 of 32 columns are set aside, as by `keep`.
+__device__ __forceinline__ void keep_half(const void *accumulator, void *kept) {
+  const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+}
+// 32 columns of 8 of a warp's 16 rows, as `add`. `rows`: of the warp's slots, the even one of a lane's two first.
+template <bool All, int Step>
+__device__ __forceinline__ void add_rows(const void *pairs, long long to, const void *rows, int stride) {
+  const float one = opaque_one();
+  float mine[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
   const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
   float four[2][4], line0[4], line1[4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float *left = mine + 8 * i, *right = left + 4;
+    const float *left = mine + 4 * i, *right = left + 2;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
