@@ -41,7 +41,7 @@ from .plan import (
 from .ptx import DKV_STREAM, ELEMENT, GATHER, LEAVE, OPERAND, PRODUCTS, ROUNDED, ROW_DOT, SUBNORMAL, WGMMA_TYPE
 from .ptx_pair import PAIR
 from .row_stats import load_values, say_stats
-from .tile import PASSES, STEP, VECTOR, begin, exists, find_rows, find_tile, limit_at
+from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find_rows, find_tile, limit_at
 
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
@@ -96,6 +96,11 @@ def build(plan: Plan) -> PrimFunc:
     def bar(barrier, n=0):
         return T.address_of(barrier[n])
 
+    def length_of(Lengths, at, K, has_length):
+        b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
+        whole = T.cast(K, "int32")
+        return T.if_then_else(has_length != 0, T.max(0, T.min(Lengths[b, ti, g], whole)), whole)
+
     def extent(at, tile_0, heads_per_group):
         # Batch entry, token, first head, and how many heads there are.
         b, ti, g = (T.cast(at[n], i64) for n in (3, 2, 1))
@@ -109,21 +114,28 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def gather_left(X, rows, KV, b, g, column, kv_ready):
+    def gather_left(X, rows, KV, b, g, column):
         call(
             "gather_block<false>", place(X, KV_AT), place(X, KV_AT), rows.data, T.address_of(KV[b, 0, g, column]),
             ks * ITEM, 0, 0,
         )  # fmt: skip
-        T.cp_async_barrier_noinc(kv_ready[0])
 
     @T.macro
-    def gather_right(X, rows, KV, b, g, column, tail_further, kv_ready):
+    def gather_right(X, rows, KV, b, g, column, tail_further):
         call(
             f"gather_block<{'true' if TAIL else 'false'}>", place(X, KV_AT + 2 * OPERAND_BYTES),
             place(X, KV_TAIL_AT if TAIL else 0), rows.data, T.address_of(KV[b, 0, g, column]), ks * ITEM, 2 * PANEL,
             tail_further,
         )  # fmt: skip
-        T.cp_async_barrier_noinc(kv_ready[1])
+
+    @T.macro
+    def load_panel(n, half, X, Q, b, t, head_0, heads, r0, column, at, there, first):
+        # 64 columns of the rows of a half of q, or of dout from row `first` on.
+        find_rows(at, there, Q, b, t, head_0 + half * ROWS, T.min(heads - half * ROWS, ROWS), 1, 1, r0, column)
+        call(
+            "load_panel", place(X, HEADS_AT + half * OF_HALF + n * OF_PANEL + first * PANEL * ITEM), at.data, there.data,
+            n * PANEL,
+        )  # fmt: skip
 
     @T.macro
     def say_slots(step, slot_row, slot_to, rows, goal, r0):
@@ -168,7 +180,7 @@ def build(plan: Plan) -> PrimFunc:
         call("finish<16>", acc.data)
 
     @T.macro
-    def chunks(valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer):
+    def chunks(valid, X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last):
         # The columns of V, 32 at a time: more, beside P and dq, there are no registers for. Each is begun under the
         # adds of half of the rows of the one before, the first under those of the tail.
         for m in T.serial(HALF // 32 - (0 if TAIL else 1)):
@@ -183,6 +195,7 @@ def build(plan: Plan) -> PrimFunc:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
             finish_chunk(X, acc, p, at_q, sm_scale)
+            call("arrive_if_here", T.cast(last & (n % 2 == 1), "int32"), bar(heads_free, n // 2))
             to[0] += T.if_then_else(n == 0, -to_tail, T.cast(32 * 4, i64))
         call("keep_half", acc.data, kept.data)
         add(valid, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
@@ -248,7 +261,7 @@ def build(plan: Plan) -> PrimFunc:
         rounds: T.int32,
     ):
         tiles = T.cast(B * L * G, "int32")
-        with T.Kernel(2 * tiles, threads=THREADS, cluster_dims=2) as bx:
+        with T.Kernel(2 * ctas_of(tiles, ctas, rounds), threads=THREADS, cluster_dims=2) as bx:
             T.import_source(GATHER + LEAVE + SUBNORMAL + OPERAND + ROUNDED + ROW_DOT + PRODUCTS + DKV_STREAM + PAIR)
             X = T.alloc_shared([BYTES], "uint8")
             stats = T.alloc_shared([3, ROWS], fp32, scope="shared")
@@ -259,6 +272,7 @@ def build(plan: Plan) -> PrimFunc:
             kv_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             stats_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             # Of warps.
+            heads_free = T.alloc_barrier(arrive_count=[4] * 4)
             kv_free = T.alloc_barrier(arrive_count=4)
             tail_free = T.alloc_barrier(arrive_count=4)
             e_full = T.alloc_cluster_barrier(arrive_count=1)
@@ -269,22 +283,24 @@ def build(plan: Plan) -> PrimFunc:
             # Copies and stream of both, and the peer's scores.
             ds_free = T.alloc_cluster_barrier(arrive_count=20)
 
-            begin(Chosen, wanted, 1, bx == 2 * tiles - 1)
+            begin(Chosen, wanted, 1, bx == 2 * ctas_of(tiles, ctas, rounds) - 1)
             tx = T.get_thread_binding()
             rank = T.alloc_var("int32")
             rank = T.cast(bx, "int32") % 2
             peer = T.alloc_var("int32")
             peer = rank ^ 1
             at = T.alloc_local([4], "int32")
-            find_tile(at, T.cast(bx, "int32") // 2, B, G, L, 1)
-            ti, g = T.cast(at[2], i64), T.cast(at[1], i64)
-            b, t, head_0, heads = extent(at, tile_0, heads_per_group)
             length = T.alloc_var("int32")
             blocks = T.alloc_var("int32")
-            length = T.cast(K, "int32")
-            if has_length != 0:
-                length = T.max(0, T.min(Lengths[b, ti, g], T.cast(K, "int32")))
-            blocks = T.ceildiv(length, BLOCK_K)
+            # Blocks before the present one, and tiles with slots before the present one, of all of the pair's tiles.
+            step = T.alloc_var("int32")
+            tiles_before = T.alloc_var("int32")
+            step = 0
+            tiles_before = 0
+            # First tile of this pair, and how many it has.
+            round_of = T.alloc_local([2], "int32")
+            find_round(round_of, T.cast(bx, "int32") // 2, tiles, ctas, rounds)
+            start, mine = round_of[0], round_of[1]
 
             # Does: loads q, dout; gathers KV; row values; dq of columns 128..255. Consumes: kv_free, tail_free,
             # ds_ready. Produces: kv_ready, stats_ready, ds_free.
@@ -304,80 +320,94 @@ def build(plan: Plan) -> PrimFunc:
                 of_row = T.alloc_local([3], fp32)
                 dq_0 = T.alloc_local([64], fp32)
                 dq_1 = T.alloc_local([64], fp32)
-                mine_0 = T.cast(rank * ROWS, i64) + head_0
-                mine = T.min(heads - rank * ROWS, ROWS)
                 # From a row's first own column of V to its own tail, in bytes.
                 tail_further = (D_V + rank * (HALF_TAIL - HALF)) * ITEM
-                if blocks == 0:
-                    leave_empty(dQ, SinkShares, has_sink, b, t, mine_0, mine, lane)
-                else:
-                    limit = S_kv
-                    if causal != 0:
-                        if has_positions != 0:
-                            limit = limit_at(QPositions[b, t], S_kv)
-                        else:
-                            limit = T.min(S_kv, t + S_kv - S + 1)
-                    for r in T.unroll(PASSES):
-                        goal[r] = -1
-                    load_entries(found, Indices, b, ti, g, 0, r0, length)
-                    for h in T.unroll(2):
-                        of_half = T.min(heads - h * ROWS, ROWS)
-                        find_rows(q_at, there, Q, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
-                        call(f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF), q_at.data, there.data)
-                        if TAIL:
-                            call(
-                                "load_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data, there.data,
-                                tail_further,
-                            )  # fmt: skip
-                        find_rows(do_at, there, dO, b, t, head_0 + h * ROWS, of_half, 1, 1, r0, c0 + rank * HALF)
-                        call(
-                            f"load_panels<{HALF // PANEL}>", place(X, HEADS_AT + h * OF_HALF + ROWS * PANEL * ITEM),
-                            do_at.data, there.data,
-                        )  # fmt: skip
-                    call(f"find_rows<{INDEX}>", rows.data, found.data, limit)
-                    load_entries(found, Indices, b, ti, g, 1, r0, length)
-                    gather_left(X, rows, KV, b, g, c0 + rank * HALF, kv_ready)
-                    call(
-                        f"look_ahead<{INDEX}>", goal.data, rows.data, T.address_of(Indices[b, ti, g, 0]),
-                        ik * INDEX_BYTES, r0, length, limit,
-                    )  # fmt: skip
-                    say_slots(0, slot_row, slot_to, rows, goal, r0)
-                    gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further, kv_ready)
-                    find_rows(q_at, there, Out, b, t, mine_0, mine, 1, 1, r0, c0)
-                    find_rows(do_at, there, dO, b, t, mine_0, mine, 1, 1, r0, c0)
-                    load_values(of_row, Lse, dLse, Sink, b, t, mine_0, mine, 1, 1, lane)
-                    call(f"dot_rows<{ELEM}>", sums.data, q_at.data, do_at.data, there.data)
-                    say_stats(
-                        sums, of_row, SinkShares, stats, b, t, mine_0, mine, 1, 1, lane, root_unit, has_sink,
-                        stats_ready, S, H,
-                    )  # fmt: skip
-                    call("zero<64>", dq_0.data)
-                    call("zero<64>", dq_1.data)
-                    # Iteration i finishes block i and gathers the next.
-                    for i in T.serial(blocks):
-                        call("wait_for_peer", bar(ds_ready), i & 1)
-                        call("begin_products")
-                        add_dq(X, dq_0, 0, 2)
-                        add_dq(X, dq_1, 1, 2)
+                for w in T.serial(mine):
+                    find_tile(at, start + w * ctas, B, G, L, 1)
+                    ti, g = T.cast(at[2], i64), T.cast(at[1], i64)
+                    b, t, head_0, heads = extent(at, tile_0, heads_per_group)
+                    own_0, own = T.cast(rank * ROWS, i64) + head_0, T.min(heads - rank * ROWS, ROWS)
+                    length = length_of(Lengths, at, K, has_length)
+                    blocks = T.ceildiv(length, BLOCK_K)
+                    if blocks == 0:
+                        leave_empty(dQ, SinkShares, has_sink, b, t, own_0, own, lane)
+                    else:
+                        limit = S_kv
+                        if causal != 0:
+                            if has_positions != 0:
+                                limit = limit_at(QPositions[b, t], S_kv)
+                            else:
+                                limit = T.min(S_kv, t + S_kv - S + 1)
+                        for r in T.unroll(PASSES):
+                            goal[r] = -1
+                        load_entries(found, Indices, b, ti, g, 0, r0, length)
+                        find_rows(q_at, there, Out, b, t, own_0, own, 1, 1, r0, c0)
+                        find_rows(do_at, there, dO, b, t, own_0, own, 1, 1, r0, c0)
+                        load_values(of_row, Lse, dLse, Sink, b, t, own_0, own, 1, 1, lane)
+                        # Block 0, into what has left of the tile before.
                         call(f"find_rows<{INDEX}>", rows.data, found.data, limit)
-                        if i + 1 < blocks:
-                            call("load_goals", goal.data, T.access_ptr(slot_to[i & 3, r0], "r", 1))
-                            say_slots(i + 1, slot_row, slot_to, rows, goal, r0)
-                            T.barrier_wait(kv_free, i & 1)
-                            gather_left(X, rows, KV, b, g, c0 + rank * HALF, kv_ready)
-                        call("finish<64>", dq_0.data)
-                        call("finish<64>", dq_1.data)
-                        call("arrive_here", bar(ds_free))
-                        call("arrive_there", bar(ds_free), peer)
-                        if i + 1 < blocks:
-                            if TAIL:
-                                T.barrier_wait(tail_free, i & 1)
-                            gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further, kv_ready)
-                        load_entries(found, Indices, b, ti, g, i + 2, r0, length)
-                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
-                    b_c, t_c, head_c, heads_c = extent(at, tile_0, heads_per_group)
-                    leave(X, dQ, dq_0, 0, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
-                    leave(X, dQ, dq_1, 1, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
+                        load_entries(found, Indices, b, ti, g, 1, r0, length)
+                        T.barrier_wait(kv_free, (step & 1) ^ 1)
+                        gather_left(X, rows, KV, b, g, c0 + rank * HALF)
+                        call(
+                            f"look_ahead<{INDEX}>", goal.data, rows.data, T.address_of(Indices[b, ti, g, 0]),
+                            ik * INDEX_BYTES, r0, length, limit,
+                        )  # fmt: skip
+                        say_slots(step, slot_row, slot_to, rows, goal, r0)
+                        if TAIL:
+                            T.barrier_wait(tail_free, (step & 1) ^ 1)
+                        gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further)
+                        # Row values while the stream ends the tile before.
+                        call(f"dot_rows<{ELEM}>", sums.data, q_at.data, do_at.data, there.data)
+                        say_stats(
+                            sums, of_row, SinkShares, stats, b, t, own_0, own, 1, 1, lane, root_unit, has_sink,
+                            stats_ready, S, H,
+                        )  # fmt: skip
+                        # q and dout, panels of both halves as they come free.
+                        for n in T.unroll(HALF // PANEL):
+                            T.barrier_wait(heads_free[n], (tiles_before & 1) ^ 1)
+                            for h in T.unroll(2):
+                                load_panel(n, h, X, Q, b, t, head_0, heads, r0, c0 + rank * HALF, q_at, there, 0)
+                                if TAIL and n == 0:
+                                    call(
+                                        "load_tail", place(X, Q_TAIL_AT + h * ROWS * HALF_TAIL * ITEM), q_at.data,
+                                        there.data, tail_further,
+                                    )  # fmt: skip
+                                load_panel(n, h, X, dO, b, t, head_0, heads, r0, c0 + rank * HALF, q_at, there, ROWS)
+                            if n % 2 == 1:
+                                T.cp_async_barrier_noinc(kv_ready[n // 2])
+                        call("zero<64>", dq_0.data)
+                        call("zero<64>", dq_1.data)
+                        # Iteration i finishes block i and gathers the next.
+                        for i in T.serial(blocks):
+                            call("wait_for_peer", bar(ds_ready), step & 1)
+                            call("begin_products")
+                            add_dq(X, dq_0, 0, 2)
+                            add_dq(X, dq_1, 1, 2)
+                            call(f"find_rows<{INDEX}>", rows.data, found.data, limit)
+                            if i + 1 < blocks:
+                                call("load_goals", goal.data, T.access_ptr(slot_to[step & 3, r0], "r", 1))
+                                say_slots(step + 1, slot_row, slot_to, rows, goal, r0)
+                                T.barrier_wait(kv_free, step & 1)
+                                gather_left(X, rows, KV, b, g, c0 + rank * HALF)
+                                T.cp_async_barrier_noinc(kv_ready[0])
+                            call("finish<64>", dq_0.data)
+                            call("finish<64>", dq_1.data)
+                            call("arrive_here", bar(ds_free))
+                            call("arrive_there", bar(ds_free), peer)
+                            if i + 1 < blocks:
+                                if TAIL:
+                                    T.barrier_wait(tail_free, step & 1)
+                                gather_right(X, rows, KV, b, g, c0 + rank * HALF, tail_further)
+                                T.cp_async_barrier_noinc(kv_ready[1])
+                            load_entries(found, Indices, b, ti, g, i + 2, r0, length)
+                            step += 1
+                        find_tile(at, T.call_extern("int32", "sparse_mla::opaque", start + w * ctas), B, G, L, 1)
+                        b_c, t_c, head_c, heads_c = extent(at, tile_0, heads_per_group)
+                        leave(X, dQ, dq_0, 0, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
+                        leave(X, dQ, dq_1, 1, 2, b_c, t_c, head_c, heads_c, rank, dq_scale, COPIES)
+                        call("sync_warpgroup", COPIES)
+                        tiles_before += 1
 
             # Does: scores, P, dS; dq of columns 0..127. Produces: ds_ready, p_ready, kv_free, e_full, p_room.
             # Consumes: kv_ready, stats_ready, ds_free, e_free.
@@ -388,65 +418,72 @@ def build(plan: Plan) -> PrimFunc:
                 dq_theirs = T.alloc_local([64], fp32)
                 p = T.alloc_local([16], "uint32")
                 ds = T.alloc_local([16], "uint32")
-                call("zero<64>", dq_mine.data)
-                call("zero<64>", dq_theirs.data)
-                for i in T.serial(blocks):
-                    call("expect", bar(e_full), E_BYTES)
-                    T.barrier_wait(kv_ready[0], i & 1)
-                    T.fence_proxy_async()
-                    call(
-                        f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
-                        place(X, HEADS_AT + peer * OF_HALF),
-                    )  # fmt: skip
-                    T.barrier_wait(kv_ready[1], i & 1)
-                    T.fence_proxy_async()
-                    scores(X, c, peer)
-                    call("finish<64>", c.data)
-                    call("wait_for_peer", bar(e_free), (i & 1) ^ 1)
-                    call("send", c.data, place(X, E_AT), bar(e_full), peer)
-                    call(
-                        f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
-                        place(X, HEADS_AT + rank * OF_HALF),
-                    )  # fmt: skip
-                    scores(X, c, rank)
-                    if i == 0:
-                        T.barrier_wait(stats_ready, 0)
-                    call("finish<64>", c.data)
-                    call("wait_for_peer", bar(e_full), i & 1)
-                    call("add_received", c.data, place(X, E_AT))
-                    # What the peer wrote here as a thread does, its copy of P will write.
-                    call("proxy_fence")
-                    call("arrive_there", bar(p_room), peer)
-                    call(
-                        f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
-                        T.access_ptr(slot_row[i & 1, 0], "r", 1), scale_log2,
-                    )  # fmt: skip
-                    call("wait_for_peer", bar(ds_free), (i & 1) ^ 1)
-                    call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
-                    call("proxy_fence")
-                    call("sync_warpgroup", SCORES)
-                    if tx == 0:
-                        call("copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready), peer)
-                    call("expect", bar(ds_ready), OPERAND_BYTES)
-                    add_dq(X, dq_mine, rank, 0)
-                    call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
-                    call("proxy_fence")
-                    call("sync_warpgroup", SCORES)
-                    call("wait_for_peer", bar(p_room), i & 1)
-                    if tx == 0:
-                        call("copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer)
-                    call("expect", bar(p_ready), OPERAND_BYTES)
-                    call("wait_for_peer", bar(ds_ready), i & 1)
-                    add_dq(X, dq_theirs, peer, 0)
-                    call("finish<64>", dq_mine.data)
-                    call("finish<64>", dq_theirs.data)
-                    call("arrive_here", bar(kv_free))
-                    call("arrive_there", bar(ds_free), peer)
-                if blocks > 0:
-                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
-                    b_s, t_s, head_s, heads_s = extent(at, tile_0, heads_per_group)
-                    leave(X, dQ, dq_mine, rank, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
-                    leave(X, dQ, dq_theirs, peer, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
+                for w in T.serial(mine):
+                    find_tile(at, start + w * ctas, B, G, L, 1)
+                    blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
+                    call("zero<64>", dq_mine.data)
+                    call("zero<64>", dq_theirs.data)
+                    for i in T.serial(blocks):
+                        call("expect", bar(e_full), E_BYTES)
+                        T.barrier_wait(kv_ready[0], step & 1)
+                        T.fence_proxy_async()
+                        call(
+                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                            place(X, HEADS_AT + peer * OF_HALF),
+                        )  # fmt: skip
+                        T.barrier_wait(kv_ready[1], step & 1)
+                        T.fence_proxy_async()
+                        scores(X, c, peer)
+                        call("finish<64>", c.data)
+                        call("wait_for_peer", bar(e_free), (step & 1) ^ 1)
+                        call("send", c.data, place(X, E_AT), bar(e_full), peer)
+                        call(
+                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                            place(X, HEADS_AT + rank * OF_HALF),
+                        )  # fmt: skip
+                        scores(X, c, rank)
+                        if i == 0:
+                            T.barrier_wait(stats_ready, tiles_before & 1)
+                        call("finish<64>", c.data)
+                        call("wait_for_peer", bar(e_full), step & 1)
+                        call("add_received", c.data, place(X, E_AT))
+                        # What the peer wrote here as a thread does, its copy of P will write.
+                        call("proxy_fence")
+                        call("arrive_there", bar(p_room), peer)
+                        call(
+                            f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
+                            T.access_ptr(slot_row[step & 1, 0], "r", 1), scale_log2,
+                        )  # fmt: skip
+                        call("wait_for_peer", bar(ds_free), (step & 1) ^ 1)
+                        call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
+                        call("proxy_fence")
+                        call("sync_warpgroup", SCORES)
+                        if tx == 0:
+                            call("copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready), peer)
+                        call("expect", bar(ds_ready), OPERAND_BYTES)
+                        add_dq(X, dq_mine, rank, 0)
+                        call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
+                        call("proxy_fence")
+                        call("sync_warpgroup", SCORES)
+                        call("wait_for_peer", bar(p_room), step & 1)
+                        if tx == 0:
+                            call("copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer)
+                        call("expect", bar(p_ready), OPERAND_BYTES)
+                        call("wait_for_peer", bar(ds_ready), step & 1)
+                        add_dq(X, dq_theirs, peer, 0)
+                        call("finish<64>", dq_mine.data)
+                        call("finish<64>", dq_theirs.data)
+                        if i + 1 < blocks:
+                            call("arrive_here", bar(kv_free))
+                        call("arrive_there", bar(ds_free), peer)
+                        step += 1
+                    if blocks > 0:
+                        find_tile(at, T.call_extern("int32", "sparse_mla::opaque", start + w * ctas), B, G, L, 1)
+                        b_s, t_s, head_s, heads_s = extent(at, tile_0, heads_per_group)
+                        leave(X, dQ, dq_mine, rank, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
+                        leave(X, dQ, dq_theirs, peer, 0, b_s, t_s, head_s, heads_s, rank, dq_scale, SCORES)
+                        call("arrive_here", bar(kv_free))
+                        tiles_before += 1
 
             # Does: dkv; dq of the tail. Produces: ds_free, tail_free, e_free. Consumes: ds_ready, p_ready.
             else:
@@ -461,55 +498,59 @@ def build(plan: Plan) -> PrimFunc:
                 acc = T.alloc_local([16], fp32)
                 kept = T.alloc_local([8], fp32)
                 dq_t = T.alloc_local([32], fp32)
-                call("zero<32>", dq_t.data)
-                row_0 = (b * S_kv * G + g) * D
-                to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
-                to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
-                if TAIL:
-                    to[0] += to_tail
-                for i in T.serial(blocks):
-                    call("wait_for_peer", bar(ds_ready), i & 1)
+                for w in T.serial(mine):
+                    find_tile(at, start + w * ctas, B, G, L, 1)
+                    blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
+                    call("zero<32>", dq_t.data)
+                    row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
+                    to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
+                    to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
                     if TAIL:
-                        call(
-                            f"tail_products<{DTYPE}>", acc.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
-                            place(X, KV_TAIL_AT),
-                        )  # fmt: skip
-                        call("finish<16>", acc.data)
-                        call("finish<32>", dq_t.data)
-                        call("arrive_here", bar(tail_free))
-                        call("scale_by", acc.data, sm_scale, 16)
-                    else:
-                        call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT))
-                    call("wait_for_peer", bar(p_ready), i & 1)
-                    call("take", p.data, place(X, E_AT))
-                    call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
-                    call("arrive_there", bar(e_free), peer)
-                    # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
-                    call("arrive_here", bar(e_free))
-                    if not TAIL:
-                        finish_chunk(X, acc, p, HEADS_AT, sm_scale)
-                    # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
-                    if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[i & 3, 0], "r", 1)) != 0:
-                        chunks(
-                            "true", X, acc, kept, p, to, to_tail, slot_to, i, my_slot, row_bytes, sm_scale, ds_free,
-                            peer,
-                        )  # fmt: skip
-                    else:
-                        chunks(
-                            "false", X, acc, kept, p, to, to_tail, slot_to, i, my_slot, row_bytes, sm_scale, ds_free,
-                            peer,
-                        )  # fmt: skip
-                if TAIL and blocks > 0:
-                    find_tile(at, T.call_extern("int32", "sparse_mla::block_index") // 2, B, G, L, 1)
-                    b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
-                    for h in T.unroll(2):
-                        call(
-                            f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
-                            T.call_extern(
-                                i64, "sparse_mla::kept",
-                                T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
-                            ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
-                        )  # fmt: skip
+                        to[0] += to_tail
+                    for i in T.serial(blocks):
+                        call("wait_for_peer", bar(ds_ready), step & 1)
+                        if TAIL:
+                            call(
+                                f"tail_products<{DTYPE}>", acc.data, dq_t.data, place(X, DS_AT), place(X, Q_TAIL_AT),
+                                place(X, KV_TAIL_AT),
+                            )  # fmt: skip
+                            call("finish<16>", acc.data)
+                            call("finish<32>", dq_t.data)
+                            call("arrive_here", bar(tail_free))
+                            call("scale_by", acc.data, sm_scale, 16)
+                        else:
+                            call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, HEADS_AT))
+                        call("wait_for_peer", bar(p_ready), step & 1)
+                        call("take", p.data, place(X, E_AT))
+                        call("take", T.access_ptr(p[16], "r", 1), place(X, E_AT + OPERAND_BYTES))
+                        call("arrive_there", bar(e_free), peer)
+                        # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
+                        call("arrive_here", bar(e_free))
+                        if not TAIL:
+                            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
+                        # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
+                        if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)) != 0:
+                            chunks(
+                                "true", X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
+                                peer, heads_free, i + 1 == blocks,
+                            )  # fmt: skip
+                        else:
+                            chunks(
+                                "false", X, acc, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
+                                peer, heads_free, i + 1 == blocks,
+                            )  # fmt: skip
+                        step += 1
+                    if TAIL and blocks > 0:
+                        find_tile(at, T.call_extern("int32", "sparse_mla::opaque", start + w * ctas), B, G, L, 1)
+                        b_b, t_b, head_b, heads_b = extent(at, tile_0, heads_per_group)
+                        for h in T.unroll(2):
+                            call(
+                                f"leave_tail<{ELEM}>", T.access_ptr(dq_t[16 * h], "r", 1), dq_scale,
+                                T.call_extern(
+                                    i64, "sparse_mla::kept",
+                                    T.address_of(dQ[b_b, t_b, T.min(head_b + h * ROWS, H - 1), D_V + rank * HALF_TAIL]),
+                                ), T.cast(D * ITEM, i64), T.cast(heads_b - h * ROWS, "int32"),
+                            )  # fmt: skip
             T.cluster_sync()
 
     return sparse_mla_bwd_pair

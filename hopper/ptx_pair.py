@@ -13,11 +13,10 @@ __device__ __forceinline__ unsigned of_peer(const void *address, int peer) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(in_shared(address)), "r"(peer));
   return there;
 }
-// The CTA's number, read anew: what follows from it need not be kept in registers through a loop.
-__device__ __forceinline__ int block_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
+// A number that the compiler knows nothing of: what follows from it is not kept in registers through a loop.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
 // A thread's 64 values to the place from which the same thread of the peer reads them.
 __device__ __forceinline__ void send(const void *values, const void *to, const void *barrier, int peer) {
@@ -53,6 +52,11 @@ __device__ __forceinline__ void arrive_here(const void *barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(in_shared(barrier)) : "memory");
+}
+// Predicated, not branched around.
+__device__ __forceinline__ void arrive_if_here(int yes, const void *barrier) {
+  __syncwarp();
+  arrive_if(yes != 0 && threadIdx.x % 32 == 0, in_shared(barrier));
 }
 __device__ __forceinline__ void arrive_there(const void *barrier, int peer) {
   __syncwarp();
@@ -263,10 +267,10 @@ __device__ __forceinline__ const void *in_panel(const void *panel) {
   const int r0 = threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
   return static_cast<const char *>(panel) + r0 * 128 + ((piece ^ r0 % 8) << 4);
 }
-// Four rows from the addresses of a thread's first 16 bytes of each, 8 threads a row, rows 16 apart in shared memory.
-template <int Steps>
-__device__ __forceinline__ void load_panels(const void *panel, const void *rows, const void *valid) {
-  gather_rows_in_turn<Steps, 128>(in_panel(panel), rows, valid);
+// 64 columns from `first` of four rows given by the addresses of a thread's first 16 bytes of each, 8 threads a row,
+// rows 16 apart in shared memory.
+__device__ __forceinline__ void load_panel(const void *panel, const void *rows, const void *valid, int first) {
+  gather_rows<1, 128>(in_panel(panel), rows, valid, 0, first);
 }
 // Their tails, 32 columns of 64 bytes, of which each thread copies two pieces; `further`: bytes from a row's first 16
 // bytes that are copied to its tail.
