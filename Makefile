@@ -37,8 +37,12 @@ bench-pages: $(RUN_READY)  ## measure every suite on this GPU, redraw all tables
 pages: $(RUN_READY)  ## redraw them from the committed rows, on any machine
 	$(PY) -m bench.pages
 
+# A process a core, of a thread each, files whole, since their tests share kernels, and in their order: by number of
+# tests those that last would come last. In one process where a GPU is: some of its tests time something.
+EACH_CORE := $(if $(NO_VENV)$(CAPABILITY),,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+test: export OMP_NUM_THREADS ?= 1
 test: $(TEST_READY) lint  ## set up and pass the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(EACH_CORE) $(ARGS)
 
 sim-races: $(TEST_READY)  ## every simulated kernel under race tracking, adversarial schedules included
 	$(PY) -m tests.ptx_sim races all --schedules 2 $(ARGS)
