@@ -565,7 +565,10 @@ def build(plan: Plan) -> PrimFunc:
                         if not TAIL:
                             finish_chunk(X, acc, p, HEADS_AT, sm_scale)
                         # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
-                        if T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)) != 0:
+                        if (
+                            T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1))
+                            != 0
+                        ):
                             chunks(
                                 "true", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
                                 peer, heads_free, i + 1 == blocks,

@@ -38,6 +38,7 @@ makes that wait one for all products in flight.
 """
 
 import tilelang.language as T  # noqa: I001
+from tilelang.layout import make_wgmma_swizzled_layout
 from tvm.tirx import PrimFunc
 
 from ..scales import LN_2
@@ -45,7 +46,9 @@ from .plan import (
     BLOCK_K, D_V, HALF, ITEM, LINE, MATRIX_REGISTERS, PRODUCER_REGISTERS,
     ROWS, THREADS, WARPGROUP, Plan,
 )  # fmt: skip
-from .ptx import GATHER, LEAVE, OPERAND, ROW_SCALE, SUBNORMAL, VALID
+from .ptx import (
+    ELEMENT, GATHER, LEAVE, OPERAND, PART_OF_SCORES, ROUNDED, ROW_SCALE, SUBNORMAL, VALID, WGMMA_TYPE,
+)  # fmt: skip
 from .tile import (
     PASSES, STEP, begin, ctas_of, exists, find_round, find_tile, head_of, if_exists, limit_at, load_bits, store_rows,
     token_of,
@@ -53,6 +56,8 @@ from .tile import (
 
 # Running maximum before the first valid slot: below every score, and finite, so that differences are never NaN.
 FLOOR = -1e38
+# Named barriers at the end of a tile, of the matrix warpgroups. TileLang counts from 3 on and knows of no others.
+LEAVES = (14, 15)
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -112,12 +117,18 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def gather_q(Q_s, rows, ok, r0, c0, first, last):
+    def gather_q(Q_s, rows, ok, r0, c0, first, last, in_turn=False):
         # Columns [first, last) of q; rows that do not exist become zero.
-        T.call_extern(
-            "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
-            T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, 0, first,
-        )  # fmt: skip
+        if in_turn:
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows_in_turn<{(last - first) // STEP}, {ROWS}>",
+                T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, first,
+            )  # fmt: skip
+        else:
+            T.call_extern(
+                "handle", f"sparse_mla::gather_rows<{(last - first) // STEP}>",
+                T.address_of(Q_s[r0, first + c0]), rows.data, ok.data, 0, first,
+            )  # fmt: skip
 
     @T.macro
     def ask_for_tile(q_rows, Indices, b, ti, g, t, lane, length, ahead):
@@ -136,7 +147,7 @@ def build(plan: Plan) -> PrimFunc:
     @T.macro
     def load_valid(valid, slots, block):
         if TOKENS == 1:
-            T.call_extern("handle", "sparse_mla::load_valid", valid.data, T.address_of(slots[0, 0]), block)
+            T.call_extern("handle", "sparse_mla::load_valid", valid.data, T.access_ptr(slots[0, 0], "r", 1), block)
 
     @T.macro
     def mask(s, valid, slots, block):
@@ -197,6 +208,26 @@ def build(plan: Plan) -> PrimFunc:
                 total[h] > 0, T.call_extern(fp32, "sparse_mla::weight_over", total[h], lse[h] - sink[h]), 0.0
             )
 
+    # Part of a block's scores: one group of products, and one arrival before it, where the warpgroup has touched the
+    # scores since another product's.
+    @T.macro
+    def add_scores(s, Q_s, KV_s, block, first, last, begins=False, arrives=False, commits=False):
+        flags = ", ".join(str(flag).lower() for flag in (begins, arrives, commits))
+        T.call_extern(
+            "handle", f"sparse_mla::part_of_scores<{WGMMA_TYPE[dtype]}, {last - first}, {flags}>", s.data,
+            T.access_ptr(Q_s[0, first], "r", 1), T.access_ptr(KV_s[block, 0, first], "r", 1),
+        )  # fmt: skip
+
+    @T.macro
+    def leave(o, weights, KV_s, Out, b, t, head_0, heads, left, lane, first, barrier):
+        # Half of the columns of out, from `first` on, by way of block 1's buffer.
+        corner = T.access_ptr(KV_s[1, lane // 32 * 16 + lane % 16, first + lane % 32 // 16 * 8], "r", 1)
+        T.call_extern(
+            "handle", f"sparse_mla::store_weighted<{ELEMENT[dtype]}, {HALF // STEP}>", o.data, weights.data, corner
+        )
+        T.sync_threads(barrier, WARPGROUP)
+        store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, lane, first, first + HALF, (1,))
+
     @T.macro
     def rescale(o, scale):
         T.call_extern("handle", "sparse_mla::rescale", o.data, scale.data)
@@ -226,8 +257,9 @@ def build(plan: Plan) -> PrimFunc:
     ):
         tiles = T.cast(B * L * G * T.cast(tiles_per_group, i64), "int32")
         with T.Kernel(ctas_of(tiles, ctas, rounds), threads=THREADS) as bx:
-            T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROW_SCALE + VALID)
+            T.import_source(GATHER + LEAVE + OPERAND + SUBNORMAL + ROUNDED + ROW_SCALE + VALID + PART_OF_SCORES)
             Q_s = T.alloc_shared([ROWS, D], dtype)
+            T.annotate_layout({Q_s: make_wgmma_swizzled_layout(Q_s)})
             KV_s = T.alloc_shared([2, BLOCK_K, D], dtype)
             # Which slots are valid, 16 a word (ptx.VALID), or of each slot who selected it, bit t for token t.
             slots = T.alloc_shared([2, 4 if TOKENS == 1 else BLOCK_K], "int32", scope="shared")
@@ -241,7 +273,6 @@ def build(plan: Plan) -> PrimFunc:
             else:
                 P_s = T.alloc_shared([2, BLOCK_K, BLOCK_K], dtype)
 
-            q_ready = T.alloc_barrier(arrive_count=WARPGROUP)
             q_free = T.alloc_barrier(arrive_count=2 * WARPGROUP)
             left_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
             right_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * 2)
@@ -300,6 +331,7 @@ def build(plan: Plan) -> PrimFunc:
                         q_rows[j] = T.call_extern(
                             "int64", "sparse_mla::kept", T.address_of(Q[b, t + token, head_0 + head, c0])
                         )
+                    # No barrier of its own says that q is there: those of the buffers gathered behind it do.
                     T.barrier_wait(q_free, (w & 1) ^ 1)
                     gather_q(Q_s, q_rows, q_ok, r0, c0, 0, HALF)
                     # A read of the sinks from global memory would stand in the way of the last step.
@@ -327,14 +359,15 @@ def build(plan: Plan) -> PrimFunc:
                         T.cp_async_barrier_noinc(left_ready[0])
                         if i == 0:
                             # The scores begin with L: what R needs comes after it.
-                            gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D)
-                            T.cp_async_barrier_noinc(q_ready)
-                        if TOKENS == 1:
-                            say_valid(slots, slots_ready, 0, ok)
+                            gather_q(Q_s, q_rows, q_ok, r0, c0, HALF, D, in_turn=True)
 
                         T.barrier_wait(right_free[0], (step & 1) ^ 1)
                         gather(KV_s, 0, rows, ok, r0, c0, HALF, D)
                         T.cp_async_barrier_noinc(right_ready[0])
+                        # The words come behind the copies, which last longer. Before them the copies' barriers would
+                        # tell of the words too, and without a wait for them alone ptxas reads them too early.
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 0, ok)
 
                         T.barrier_wait(right_free[1], (step & 1) ^ 1)
                         if TOKENS > 1:
@@ -342,14 +375,14 @@ def build(plan: Plan) -> PrimFunc:
                             T.cp_async_barrier_noinc(slots_ready[1])
                         gather(KV_s, 1, rows, ok, r0, c0, HALF, D_V)
                         T.cp_async_barrier_noinc(right_ready[1])
-                        if TOKENS == 1:
-                            say_valid(slots, slots_ready, 1, ok)
 
                         T.barrier_wait(left_free[1], (step & 1) ^ 1)
                         gather(KV_s, 1, rows, ok, r0, c0, 0, HALF)
                         if TAIL:
                             gather(KV_s, 1, rows, ok, r0, c0, D_V, D)
                         T.cp_async_barrier_noinc(left_ready[1])
+                        if TOKENS == 1:
+                            say_valid(slots, slots_ready, 1, ok)
                         step += 1
 
             # Does: even blocks' scores, out columns 0..255, lse. Produces: max_0, P0. Consumes: max_1, P1.
@@ -387,11 +420,10 @@ def build(plan: Plan) -> PrimFunc:
                     if ctas > 0:
                         T.barrier_wait(left_ready[0], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
-                        T.barrier_wait(q_ready, w & 1)
+                        add_scores(s_0, Q_s, KV_s, 0, 0, HALF, begins=True, arrives=True)
                         T.barrier_wait(right_ready[0], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                        add_scores(s_0, Q_s, KV_s, 0, HALF, D, commits=True)
                         T.barrier_wait(slots_ready[0], step & 1)
                         load_valid(valid_0, slots, 0)
                         T.wait_wgmma(0)
@@ -429,15 +461,16 @@ def build(plan: Plan) -> PrimFunc:
                         T.barrier_wait(p_1_ready, step & 1)
                         T.wgmma_gemm(P_s[1, :, P_LO : P_LO + BLOCK_K], KV_s[1, :, :HALF], o_l)
                         if i + 1 < pairs:
-                            # The next pair's scores follow at once: their product needs nothing of this pair.
+                            # The next pair's scores follow at once: their product needs nothing of this pair. L is a
+                            # group of its own, so that the product before can be waited for.
                             T.barrier_wait(left_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            T.wgmma_gemm(Q_s[:, :HALF], KV_s[0, :, :HALF], s_0, transpose_B=True, clear_accum=True)
+                            add_scores(s_0, Q_s, KV_s, 0, 0, HALF, begins=True, commits=True)
                             T.wait_wgmma(1)
                             T.barrier_arrive(left_free[1])
                             T.barrier_wait(right_ready[0], (step + 1) & 1)
                             T.fence_proxy_async()
-                            T.wgmma_gemm(Q_s[:, HALF:D], KV_s[0, :, HALF:D], s_0, transpose_B=True)
+                            add_scores(s_0, Q_s, KV_s, 0, HALF, D, commits=True)
                             T.barrier_wait(slots_ready[0], (step + 1) & 1)
                             load_valid(valid_0, slots, 0)
                             T.wait_wgmma(0)
@@ -451,9 +484,7 @@ def build(plan: Plan) -> PrimFunc:
                     for h in T.Parallel(ROWS):
                         if exists(h, TOKENS, heads, left):
                             Lse[b, t + token_of(h, TOKENS), head_0 + head_of(h, TOKENS)] = m_0[h]
-                    T.call_extern("handle", "sparse_mla::scale_rows", o_l.data, l_0.data)
-                    T.copy(o_l, KV_s[1, :, :HALF])
-                    store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx, 0, HALF, (1,))
+                    leave(o_l, l_0, KV_s, Out, b, t, head_0, heads, left, tx, 0, LEAVES[0])
                     T.barrier_arrive(left_free[1])
 
             # Does: odd blocks' scores, out columns 256..511. Produces: max_1, P1. Consumes: max_0, P0.
@@ -487,17 +518,16 @@ def build(plan: Plan) -> PrimFunc:
                     T.fill(m_both_1, FLOOR)
                     for n in T.unroll(2):
                         reach_1[n] = FLOOR
-                    T.barrier_wait(q_ready, w & 1)
 
                     for i in T.serial(pairs):
                         T.barrier_wait(right_ready[1], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, HALF:D_V], KV_s[1, :, HALF:D_V], s_1, transpose_B=True, clear_accum=True)
+                        add_scores(s_1, Q_s, KV_s, 1, HALF, D_V, begins=True, arrives=True)
                         T.barrier_wait(left_ready[1], step & 1)
                         T.fence_proxy_async()
-                        T.wgmma_gemm(Q_s[:, :HALF], KV_s[1, :, :HALF], s_1, transpose_B=True)
+                        add_scores(s_1, Q_s, KV_s, 1, 0, HALF, commits=not TAIL)
                         if TAIL:
-                            T.wgmma_gemm(Q_s[:, D_V:D], KV_s[1, :, D_V:D], s_1, transpose_B=True)
+                            add_scores(s_1, Q_s, KV_s, 1, D_V, D, commits=True)
                         T.barrier_wait(slots_ready[1], step & 1)
                         load_valid(valid_1, slots, 1)
                         # Block 0 comes first in both warpgroups, so that its buffers are free again while block 1 is
@@ -544,9 +574,7 @@ def build(plan: Plan) -> PrimFunc:
 
                     find_tile(at, tile_of(start + w * ctas, tiles), B, G, L, tiles_per_group)
                     b, ti, g, t, head_0, heads, left = extent(at, heads_per_group)
-                    T.call_extern("handle", "sparse_mla::scale_rows", o_r.data, l_1.data)
-                    T.copy(o_r, KV_s[1, :, HALF:D_V])
-                    store_rows(Out, KV_s, b, t, head_0, heads, TOKENS, left, tx - WARPGROUP, HALF, D_V, (1,))
+                    leave(o_r, l_1, KV_s, Out, b, t, head_0, heads, left, tx - WARPGROUP, HALF, LEAVES[1])
                     T.barrier_arrive(right_free[1])
 
     return sparse_mla_fwd

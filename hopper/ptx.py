@@ -309,7 +309,34 @@ __device__ __forceinline__ void begin_chunk_and_add_dq(void *accumulator, void *
 }
 }  // namespace sparse_mla
 """
-# Types of matrix operands in it.
+
+# Other than T.wgmma_gemm, with no arrival and no group of its own for each part of a sum.
+PART_OF_SCORES = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
+namespace sparse_mla {
+// Scores [64 x 64] += `Columns` columns of 64 rows of q times those of 64 slots, or with `Begins` = them; both stand in
+// panels of 64 rows of 128 bytes. `Arrives`: the warpgroup has touched the scores since it last arrived. `Commits`: the
+// group of products ends here.
+template <tl::DataType Type, int Columns, bool Begins, bool Arrives, bool Commits>
+__device__ __forceinline__ void part_of_scores(const void *scores, const void *q, const void *kv) {
+  float *s = static_cast<float *>(const_cast<void *>(scores));
+  tl::GmmaDescriptor a, b;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(a, const_cast<void *>(q));
+  tl::initialize_wgmma_descriptor<1, 1, 64>(b, const_cast<void *>(kv));
+  tl::warpgroup_fence_operand(s, 32);
+  if constexpr (Arrives) tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < Columns / 16; ++k)
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 8192 + k % 4 * 32) >> 4)),
+        reinterpret_cast<uint32_t *>(s), !Begins || k > 0);
+  if constexpr (Commits) tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(s, 32);
+}
+}  // namespace sparse_mla
+"""
+# Types of matrix operands.
 WGMMA_TYPE = {"bfloat16": "tl::DataType::kBFloat16", "float16": "tl::DataType::kFloat16"}
 
 GATHER = r"""
@@ -331,9 +358,11 @@ __device__ __forceinline__ void gather_rows(const void *to, const void *rows, co
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048 + u * Rows * 128),
                    "l"(row[r] + 2 * (first + 64 * u)), "r"(ok[r] ? 16 : 0));
 }
-// The same from column 0 on, as a loop: what waits for reads under way ptxas moves before straight code, not before it.
+// The same as a loop: what waits for reads under way ptxas moves before straight code, not before it, and straight code
+// behind a branch it makes predicated copies.
 template <int Steps, int Rows>
-__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid) {
+__device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *rows, const void *valid,
+                                                    int first = 0) {
   const long long *row = static_cast<const long long *>(rows);
   const int *ok = static_cast<const int *>(valid);
   unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -341,8 +370,8 @@ __device__ __forceinline__ void gather_rows_in_turn(const void *to, const void *
   for (int u = 0; u < Steps; ++u, shared += Rows * 128)
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048), "l"(row[r] + 128 * u),
-                   "r"(ok[r] ? 16 : 0));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared + r * 2048),
+                   "l"(row[r] + 2 * first + 128 * u), "r"(ok[r] ? 16 : 0));
 }
 // Ask for a line of 128 bytes, and for four rows of `Bytes` bytes of q, `further` bytes on from where they are given by
 // the address of the thread's 16 bytes of column 0, into the L2. Eight threads have the same rows.
@@ -428,18 +457,12 @@ __device__ __forceinline__ void rescale(void *accumulator, const void *factors) 
     for (int i = 0; i < 128; ++i) o[i] *= s[i / 2 % 2];
   }
 }
-// w / sum with w = sigmoid(gap), and rows multiplied by it. Of exp(gap) only the root is formed, which is a normal
+// w / sum with w = sigmoid(gap). Of exp(gap) only the root is formed, which is a normal
 // number wherever the result is not 0: one of the two roots is 1, the other that of a power below 1.
 __device__ __forceinline__ float weight_over(float sum, float gap) {
   const float up = exp2f(fminf(gap, 0.f) * 0.72134752f), down = exp2f(fmaxf(gap, 0.f) * -0.72134752f);  // exp(x / 2)
   const float root = up * down;
   return product(up / (sum * (1.f + root * root)), up);
-}
-__device__ __forceinline__ void scale_rows(void *accumulator, const void *factors) {
-  float *o = static_cast<float *>(accumulator);
-  const float *s = static_cast<const float *>(factors);
-#pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] = product(o[i], s[i / 2 % 2]);
 }
 // Up to which score a slot's exponential is at most a quarter of a row's sum, of which four lanes have a part each, in
 // powers of the row's maximum: two rows.
@@ -597,6 +620,22 @@ __device__ __forceinline__ void store_scaled(const void *accumulator, float scal
     for (int i = 0; i < 16; ++i) {
       const float *two = acc + 32 * n + 2 * i;
       operand[i] = rounded(Element(), product(two[0], scale), product(two[1], scale));
+    }
+    store_operand(operand, shared + 8192 * n);
+  }
+}
+// The same with a factor a row, of which a lane has two.
+template <typename Element, int Panels>
+__device__ __forceinline__ void store_weighted(const void *accumulator, const void *weights, const void *to) {
+  const float *acc = static_cast<const float *>(accumulator), *w = static_cast<const float *>(weights);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+#pragma unroll
+  for (int n = 0; n < Panels; ++n) {
+    unsigned operand[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float *two = acc + 32 * n + 2 * i;
+      operand[i] = rounded(Element(), product(two[0], w[i % 2]), product(two[1], w[i % 2]));
     }
     store_operand(operand, shared + 8192 * n);
   }

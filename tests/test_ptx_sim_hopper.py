@@ -178,6 +178,26 @@ def test_a_backward_cta_goes_over_tiles(D: int, H: int, deterministic: bool) -> 
     assert all(check.ok for check in checks), "\n".join(map(str, checks))
 
 
+def test_no_kernel_is_left_behind_without_its_cubin() -> None:
+    """The simulator's kernels end at PTX; what a process builds besides them has its cubin still."""
+    from cute_sparse_mla.hopper import build
+
+    asked = build.kernel.cache_info()
+    project_hopper.forward_over_tiles(576, 64, 64, 1, multiprocessors=1)
+    assert build.kernel.cache_info() == asked
+
+
+def test_nothing_is_compiled_without_its_cubin_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilelang import env
+    from tilelang.contrib import nvcc
+
+    compile_cuda = nvcc.compile_cuda
+    for kept in (True, False):
+        monkeypatch.setattr(env, "is_cache_enabled", lambda kept=kept: kept)
+        with project_hopper.capture_tilelang.without_cubin():
+            assert (nvcc.compile_cuda is compile_cuda) == kept
+
+
 def test_a_torch_with_cuda_does_not_get_ahead_of_the_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime whose symbols are already in the process, as those of a torch with CUDA, stays unused."""
     runtime = tmp_path / "libcudart.so.13"

@@ -753,9 +753,9 @@ def test_committed_mutants_of_the_sm100_kernels() -> None:
 def test_committed_mutants_of_the_hopper_kernels() -> None:
     """TileLang writes what is not reported, and it orders nothing."""
     results = {n: r for n, r in json.loads(race_commands.RESULTS.read_text()).items() if n.startswith("hopper-")}
-    assert any(n.startswith("hopper-h64-d576-deterministic sparse_mla_products_kernel") for n in results)
+    assert {n.split()[0] for n in results} == {t for t, *_ in race_commands.COMMITTED if t.startswith("hopper-")}
     for name, record in results.items():
-        assert record["reported"] >= 0.89 * record["sites"], name
+        assert record["reported"] >= 0.95 * record["sites"], name
         assert record["reported"] + record["redundant"] == record["sites"], name
         assert not record["wrong without the redundant"], name
 

@@ -15,8 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -31,6 +34,8 @@ SHIM_SOURCE = Path(__file__).with_name("cuda_driver_shim.c")
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
 _shims: list[ctypes.CDLL] = []
 _names: dict[int, str] = {}
+# PTX by the CUDA source that it comes from.
+_texts: dict[str, str] = {}
 # Functions whose attribute allows clusters of more than 8 CTAs.
 _nonportable: set[int] = set()
 _keep: list = []
@@ -96,28 +101,42 @@ def build(library: Path) -> None:
     subprocess.run([shutil.which("gcc"), *options], check=True)
 
 
-def ptx_of(kernel: object) -> str:
-    """The PTX of a compiled TileLang kernel: its CUDA source through nvcc, options as TileLang passes them."""
+@contextmanager
+def _compiling_to_ptx() -> Iterator[None]:
+    """Inside, TileLang's compiles end at PTX, whatever it asks for, and none is stored."""
     from tilelang.cache.cuda_binary_cache import CUDABinaryCache
     from tilelang.contrib import nvcc
-    from tilelang.cuda import backend
 
-    compile_cuda, load, save = nvcc.compile_cuda, CUDABinaryCache.load, CUDABinaryCache.save
+    compile_cuda = nvcc.compile_cuda
 
     def to_ptx(code: str, _format: str, arch: object, **options: object) -> bytearray:
-        return compile_cuda(code, "ptx", arch, **options)
+        _texts[code] = bytes(text := compile_cuda(code, "ptx", arch, **options)).decode()
+        return text
 
-    nvcc.compile_cuda = to_ptx
-    CUDABinaryCache.load = staticmethod(lambda *_: None)
-    CUDABinaryCache.save = staticmethod(lambda *_: None)
-    try:
-        with kernel.target:
-            text = backend.tilelang_callback_cuda_compile(
-                kernel.get_kernel_source(), kernel.target, kernel.pass_configs
-            )
-    finally:
-        nvcc.compile_cuda, CUDABinaryCache.load, CUDABinaryCache.save = compile_cuda, load, save
-    return bytes(text).decode()
+    with (
+        mock.patch.object(nvcc, "compile_cuda", to_ptx),
+        mock.patch.object(CUDABinaryCache, "load", staticmethod(lambda *_: None)),
+        mock.patch.object(CUDABinaryCache, "save", staticmethod(lambda *_: None)),
+    ):
+        yield
+
+
+def without_cubin() -> AbstractContextManager[None]:
+    """Inside, TileLang compiles kernels without their cubin, which no launch here loads, unless they are kept."""
+    from tilelang import env
+
+    return nullcontext() if env.is_cache_enabled() else _compiling_to_ptx()
+
+
+def ptx_of(kernel: object) -> str:
+    """The PTX of a compiled TileLang kernel: its CUDA source through nvcc, options as TileLang passes them."""
+    from tilelang.cuda import backend
+
+    code = kernel.get_kernel_source()
+    if code not in _texts:
+        with kernel.target, _compiling_to_ptx():
+            backend.tilelang_callback_cuda_compile(code, kernel.target, kernel.pass_configs)
+    return _texts[code]
 
 
 class _LaunchConfig(ctypes.Structure):

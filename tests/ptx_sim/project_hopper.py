@@ -6,7 +6,8 @@ the launch through TileLang's real host code and executes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -52,6 +53,13 @@ class _Simulated:
         self.recorder.call(self.kernel, tensors, *arguments)
 
 
+@functools.cache
+def _kernel(build: Callable[..., object], kind: str, plan: object) -> object:
+    """A kernel without its cubin, so kept apart from those of `build.kernel`, which `build` is beneath its cache."""
+    with capture_tilelang.without_cubin():
+        return build(kind, plan)
+
+
 @contextmanager
 def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.Recorder]:
     """Inside, `backend="sm90"` takes CPU tensors and runs in the simulator; with `run=False` launches are recorded."""
@@ -62,10 +70,10 @@ def simulated(run: bool = True, **options: object) -> Iterator[capture_tilelang.
 
     recorder = capture_tilelang.Recorder(run=run)
     recorder.options = options
-    real = build.kernel
+    real = build.kernel.__wrapped__
 
     def kernel(kind: str, plan: object) -> _Simulated:
-        return _Simulated(real(kind, plan), recorder, OUTPUTS.get(kind, ()))
+        return _Simulated(_kernel(real, kind, plan), recorder, OUTPUTS.get(kind, ()))
 
     with mock.patch.object(build, "kernel", kernel), mock.patch.object(env, "capability", lambda device: (9, 0)):
         yield recorder
