@@ -135,8 +135,8 @@ def build(plan: Plan) -> PrimFunc:
         # 64 columns of the rows of a half of q, or of dout from row `first` on.
         find_rows(at, there, Q, b, t, head_0 + half * ROWS, T.min(heads - half * ROWS, ROWS), 1, 1, r0, column)
         call(
-            "load_panel", place(X, HEADS_AT + half * OF_HALF + n * OF_PANEL + first * PANEL * ITEM), at.data, there.data,
-            n * PANEL,
+            "load_panel", place(X, HEADS_AT + half * OF_HALF + n * OF_PANEL + first * PANEL * ITEM), at.data,
+            there.data, n * PANEL,
         )  # fmt: skip
 
     @T.macro
@@ -191,7 +191,8 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def chunks(
-        valid, X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer, heads_free, last
+        valid, X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer,
+        heads_free, last,
     ):  # fmt: skip
         # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
         # those of the tail.
@@ -565,18 +566,18 @@ def build(plan: Plan) -> PrimFunc:
                         if not TAIL:
                             finish_chunk(X, acc, p, HEADS_AT, sm_scale)
                         # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
-                        if (
-                            T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1))
-                            != 0
-                        ):
+                        valid = T.call_extern(
+                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)
+                        )
+                        if valid != 0:
                             chunks(
-                                "true", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
-                                peer, heads_free, i + 1 == blocks,
+                                "true", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes,
+                                sm_scale, ds_free, peer, heads_free, i + 1 == blocks,
                             )  # fmt: skip
                         else:
                             chunks(
-                                "false", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free,
-                                peer, heads_free, i + 1 == blocks,
+                                "false", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes,
+                                sm_scale, ds_free, peer, heads_free, i + 1 == blocks,
                             )  # fmt: skip
                         step += 1
                     if TAIL and blocks > 0:

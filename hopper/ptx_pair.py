@@ -283,7 +283,8 @@ __device__ __forceinline__ void add_rows(const void *pairs, long long to, const 
   const float one = opaque_one();
   const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
-  const long long at0 = row_at(to + (second ? 64 : 0), row0, stride), at1 = row_at(to + (second ? 0 : 64), row1, stride);
+  const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
+  const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
 #pragma unroll
   for (int half = 0; half < Columns / 32; ++half) {
     float mine[8], four[2][4], line0[4], line1[4];
