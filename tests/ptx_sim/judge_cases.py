@@ -505,6 +505,11 @@ barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; st.v4.b32 [%d9], {
 st.b32 [%d9+4], %r0;
 cvt.u16.u32 %h1, %r0; xor.b16 %h2, %h1, 5; setp.eq.b16 %p1, %h2, 7; @%p1 st.b32 [%d9+8], 1;"""
     yield Case("generic stores", "clusters", body, {"out": np.zeros(128, np.uint32)}, ["out"], cluster=1)
+    body = """.local .align 16 .b8 room[32];
+mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 16; add.u64 %d9, %d9, %d0; mul.lo.u32 %r1, %r0, 3; mov.u64 %d5, room;
+st.local.v4.b32 [%d5+16], {%r0, %r1, %r1, %r0}; ld.local.v4.b32 {%r2, %r3, %r4, %r5}, [%d5+16];
+st.global.v4.b32 [%d9], {%r3, %r2, %r5, %r4};"""
+    yield Case("local vectors", "local memory", body, {"out": np.zeros(128, np.uint32)}, ["out"])
     total = np.zeros(4, np.uint32)
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""
@@ -603,6 +608,8 @@ def _wgmma() -> Iterator[Case]:
         for part in (0, 1):
             for registers in (False, True):
                 yield _wgmma_case(32, 128, "KM", True, 1, registers, kind=kind, part=part)
+    for registers in (False, True):
+        yield _wgmma_case(64, 128, "KM", True, 1, registers, kind="f16")
     for n, span, majors, right in (
         (128, 128, "KK", None), (128, 128, "MM", None), (64, 64, "KK", None), (32, 128, "KM", (64, 2)),
         (32, 128, "MM", (64, 2)),
