@@ -7,19 +7,31 @@ peer sends its part, and sends their P and dS back.
 
 Pipeline of one block of 64 slots, time down; there is one KV buffer.
 
-    copy warpgroup                scores' warpgroup                      stream of dkv
+    copy warpgroup                scores' warpgroup                       stream of dkv
     gather columns 0 .. 127       wait kv_ready[n]
-    gather the rest               [S^T dP^T] of the peer's heads
-                                  wait e_free, send them
+    gather the rest               S^T, dP^T of the peer's heads;
+                                    wait e_free, send each as it is there
                                   [S^T dP^T] of the own heads
-                                  wait e_full, add what came, say p_room
+                                  wait e_full, add what came, p_room
                                   P, dS; wait ds_free
-                                  dS to shared memory and to the peer    wait ds_ready (both halves)
-    wait ds_ready                 dq of the own heads, columns 0 .. 127  dq tail, frees the tail; tail of dkv
-    dq, columns 128 .. 255        wait p_room, P in place of what came,  wait p_ready, P to registers, frees E
-    wait kv_free, gather 0 .. 127   and to the peer                      for 64 columns at a time:
-    frees dS                      wait ds_ready; dq of the peer's heads    acc = sm_scale dS^T Q + P^T dO
-    wait tail_free, gather rest   frees kv, dS                             adds; frees dS with the last dS^T Q
+                                  dS, and P in place of what came, to
+    wait ds_ready                   the peer (P: wait p_room)             wait ds_ready (of both halves)
+    dq of columns 128 .. 255      dq of the own heads, columns 0 .. 127   dq tail, tail_free; tail of dS^T Q
+    wait kv_free, gather 0 .. 127 wait ds_ready, dq of the peer's heads   wait p_ready, P to registers, frees E
+    frees dS                        frees kv and the peer's dS            64 columns at a time:
+    wait tail_free, gather rest                                             half of the rows kept, half added
+                                                                            next acc = dS^T Q under the adds of those kept
+                                                                            acc = sm_scale acc + P^T dO
+                                                                          frees dS of both with the last dS^T Q
+
+E, where the peer's scores come, is read by the thread for which its peer sent it. P of both halves then lies there until
+the stream has it in registers: E of the next block may come (`e_free`) when the receiver's stream has P, and the
+receiver's copy of its own P, which reads E, is done. What the CTAs send is counted in bytes; arrivals at the peer are
+bare, without a scope: a release at cluster scope waits for all adds of the stream under way (a block takes 1850 clocks
+more). dq of the tail, used once a block, lies in local memory beside: its registers are what chunks of 64 columns need.
+
+A pair goes over tiles as CTAs do in `backward.py`: dq leaves through the columns of KV that it is made of, block 0 of the
+next tile is gathered, row values are made, and q and dout come panel by panel as the stream's last chunks free them.
 """
 
 import tilelang.language as T
@@ -536,8 +548,9 @@ def build(plan: Plan) -> PrimFunc:
                 for w in T.serial(mine):
                     find_tile(at, start + w * ctas, B, G, L, 1)
                     blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
-                    call("zero<32>", dq_t.data)
-                    call("put_away", dq_t.data, away.data)
+                    if TAIL:
+                        call("zero<32>", dq_t.data)
+                        call("put_away", dq_t.data, away.data)
                     row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                     to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                     to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
