@@ -20,18 +20,18 @@ Pipeline of one block of 64 slots, time down; there is one KV buffer.
     wait kv_free, gather 0 .. 127 wait ds_ready, dq of the peer's heads   wait p_ready, P to registers, frees E
     frees dS                        frees kv and the peer's dS            64 columns at a time:
     wait tail_free, gather rest                                             half of the rows kept, half added
-                                                                            next acc = dS^T Q under the adds of those kept
+                                                                            next acc = dS^T Q under their adds
                                                                             acc = sm_scale acc + P^T dO
                                                                           frees dS of both with the last dS^T Q
 
-E, where the peer's scores come, is read by the thread for which its peer sent it. P of both halves then lies there until
-the stream has it in registers: E of the next block may come (`e_free`) when the receiver's stream has P, and the
+E, where the peer's scores come, is read by the thread that they were sent to. P of both halves then lies there until the
+stream has it in registers: E of the next block may come (`e_free`) when the receiver's stream has P, and the
 receiver's copy of its own P, which reads E, is done. What the CTAs send is counted in bytes; arrivals at the peer are
 bare, without a scope: a release at cluster scope waits for all adds of the stream under way (a block takes 1850 clocks
 more). dq of the tail, used once a block, lies in local memory beside: its registers are what chunks of 64 columns need.
 
-A pair goes over tiles as CTAs do in `backward.py`: dq leaves through the columns of KV that it is made of, block 0 of the
-next tile is gathered, row values are made, and q and dout come panel by panel as the stream's last chunks free them.
+A pair goes over tiles as CTAs do in `backward.py`: dq leaves through the columns of KV that it is made of, block 0 of
+the next tile is gathered, row values are made, and q and dout come panel by panel as the stream's last chunks free them.
 """
 
 import tilelang.language as T
