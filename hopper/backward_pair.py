@@ -7,19 +7,30 @@ peer sends its part, and sends their P and dS back.
 
 Pipeline of one block of 64 slots, time down; there is one KV buffer.
 
-    copy warpgroup                scores' warpgroup                      stream of dkv
+    copy warpgroup                scores' warpgroup                       stream of dkv
     gather columns 0 .. 127       wait kv_ready[n]
-    gather the rest               [S^T dP^T] of the peer's heads
-                                  wait e_free, send them
+    gather the rest               S^T, dP^T of the peer's heads;
+                                    wait e_free, send each as it is there
                                   [S^T dP^T] of the own heads
-                                  wait e_full, add what came, say p_room
+                                  wait e_full, add what came, p_room
                                   P, dS; wait ds_free
-                                  dS to shared memory and to the peer    wait ds_ready (both halves)
-    wait ds_ready                 dq of the own heads, columns 0 .. 127  dq tail, frees the tail; tail of dkv
-    dq, columns 128 .. 255        wait p_room, P in place of what came,  wait p_ready, P to registers, frees E
-    wait kv_free, gather 0 .. 127   and to the peer                      for 64 columns at a time:
-    frees dS                      wait ds_ready; dq of the peer's heads    acc = sm_scale dS^T Q + P^T dO
-    wait tail_free, gather rest   frees kv, dS                             adds; frees dS with the last dS^T Q
+                                  dS, and P in place of what came, to
+    wait ds_ready                   the peer (P: wait p_room)             wait ds_ready (of both halves)
+    dq of columns 128 .. 255      dq of the own heads, columns 0 .. 127   dq tail, tail_free; tail of dS^T Q
+    wait kv_free, gather 0 .. 127 wait ds_ready, dq of the peer's heads   wait p_ready, P to registers, frees E
+    frees dS                        frees kv and the peer's dS            64 columns at a time:
+    wait tail_free, gather rest                                             next acc = dS^T Q, then sm_scale acc
+                                                                            + P^T dO, under the adds of this one
+                                                                          frees dS of both with the last dS^T Q
+
+E, where the peer's scores come, is read by the thread that they were sent to. P of both halves then lies there until
+the stream has it in registers: E of the next block may come (`e_free`) when the receiver's stream has P, and its copy
+of its own P, which reads E, is done. What the CTAs send is counted in bytes; arrivals at the peer are
+bare, without a scope: a release at cluster scope waits for all adds of the stream under way (a block takes 1850 clocks
+more). dq of the tail, used once a block, lies in local memory beside: its registers are what chunks of 64 columns need.
+
+A pair goes over tiles as CTAs do in `backward.py`: dq leaves through the columns of KV that it is made of, block 0 of
+the next tile is gathered, row values are made, and q and dout come by panels as the stream frees them.
 """
 
 import tilelang.language as T
@@ -46,7 +57,6 @@ from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
 PANEL = 64  # columns of an operand tile in shared memory
-CHUNK_COLUMNS = {512: 64, 576: 64}  # of dkv at a time
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -57,7 +67,7 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     HALF_TAIL = TAIL // 2
-    WIDTH = CHUNK_COLUMNS[D]
+    WIDTH = PANEL  # columns of dkv at a time
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     DTYPE, ELEM = WGMMA_TYPE[dtype], ELEMENT[dtype]
@@ -172,9 +182,9 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def add(valid, columns, half, pairs, to, slot_to, step, my_slot, row_bytes):
-        # Half of the rows of an accumulator, of the second half what was kept.
+        # Half of the rows of an accumulator, or of what was kept of one.
         call(
-            f"add_rows<{valid}, {columns}, {2 if half else 4}>", pairs.data, to,
+            f"add_rows<{valid}, {columns}>", T.access_ptr(pairs[2 * half], "r", 1), to,
             T.access_ptr(slot_to[step & 3, my_slot + 8 * half], "r", 1), row_bytes,
         )  # fmt: skip
 
@@ -183,47 +193,43 @@ def build(plan: Plan) -> PrimFunc:
         call(f"dS_q<{DTYPE}, {WIDTH}>", acc.data, place(X, DS_AT), place(X, at_q))
 
     @T.macro
-    def finish_chunk(X, acc, p, at_q, sm_scale):
-        call(f"finish<{WIDTH // 2}>", acc.data)
+    def add_P(X, acc, p, at_q, sm_scale):
         call("scale_by", acc.data, sm_scale, WIDTH // 2)
         call(f"add_P_dO<{DTYPE}, {WIDTH}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
-        call(f"finish<{WIDTH // 2}>", acc.data)
 
     @T.macro
     def chunks(
         valid, X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer,
         heads_free, last,
     ):  # fmt: skip
-        # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
-        # those of the tail.
+        # The columns of V. Both products of a chunk are made under the adds of the one before, of the first under those
+        # of the tail.
         if TAIL:
-            call("keep_half<32>", acc_t.data, kept.data)
-            add(valid, 32, 0, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
             begin_chunk(X, acc, HEADS_AT)
-            add(valid, 32, 1, kept, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
-            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
+            add(valid, 32, 0, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            call(f"finish<{WIDTH // 2}>", acc.data)
+            add_P(X, acc, p, HEADS_AT, sm_scale)
+            add(valid, 32, 1, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            call(f"finish<{WIDTH // 2}>", acc.data)
         for m in T.serial(HALF // WIDTH - 1):
             n = m + 1
-            at_q = HEADS_AT + n * WIDTH // PANEL * OF_PANEL + n * WIDTH % PANEL * ITEM
-            call(f"keep_half<{WIDTH}>", acc.data, kept.data)
-            add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+            at_q = HEADS_AT + n * OF_PANEL
+            call(f"keep_all<{WIDTH}>", acc.data, kept.data)
             begin_chunk(X, acc, at_q)
-            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+            add(valid, WIDTH, 0, kept, to[0], slot_to, step, my_slot, row_bytes)
             call(f"finish<{WIDTH // 2}>", acc.data)
             if n == HALF // WIDTH - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
-            # With the last one q and dout come free, as they are filled again: panels but the last.
-            call(
-                "arrive_if_here", T.cast(last & (n * WIDTH % PANEL == 0), "int32"),
-                bar(heads_free, n * WIDTH // PANEL - 1 if WIDTH == PANEL else (n - 1) // 2),
-            )  # fmt: skip
-            finish_chunk(X, acc, p, at_q, sm_scale)
+            # With the last block q and dout come free, as they are filled again.
+            call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, n - 1))
+            add_P(X, acc, p, at_q, sm_scale)
+            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+            call(f"finish<{WIDTH // 2}>", acc.data)
             to[0] += WIDTH * 4
         call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, HALF // PANEL - 1))
-        call(f"keep_half<{WIDTH}>", acc.data, kept.data)
         add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
-        add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+        add(valid, WIDTH, 1, acc, to[0], slot_to, step, my_slot, row_bytes)
         to[0] -= (HALF - WIDTH) * 4
 
     @T.macro
@@ -529,15 +535,16 @@ def build(plan: Plan) -> PrimFunc:
                 to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
                 acc = T.alloc_local([WIDTH // 2], fp32)
-                kept = T.alloc_local([WIDTH // 4], fp32)
+                kept = T.alloc_local([WIDTH // 2], fp32)
                 acc_t = T.alloc_local([16], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 away = T.alloc_local([8], "float32x4")
                 for w in T.serial(mine):
                     find_tile(at, start + w * ctas, B, G, L, 1)
                     blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
-                    call("zero<32>", dq_t.data)
-                    call("put_away", dq_t.data, away.data)
+                    if TAIL:
+                        call("zero<32>", dq_t.data)
+                        call("put_away", dq_t.data, away.data)
                     row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                     to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                     to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
@@ -564,7 +571,9 @@ def build(plan: Plan) -> PrimFunc:
                         # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
                         call("arrive_here", bar(e_free))
                         if not TAIL:
-                            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
+                            call(f"finish<{WIDTH // 2}>", acc.data)
+                            add_P(X, acc, p, HEADS_AT, sm_scale)
+                            call(f"finish<{WIDTH // 2}>", acc.data)
                         # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
                         valid = T.call_extern(
                             "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)

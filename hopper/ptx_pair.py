@@ -271,14 +271,14 @@ __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, Columns / 2);
 }
-// Rows 8 to 15 of a warp's 16 are set aside, as by `keep`.
-template <int Columns> __device__ __forceinline__ void keep_half(const void *accumulator, void *kept) {
+// An accumulator is set aside, as half of one is by `keep`.
+template <int Columns> __device__ __forceinline__ void keep_all(const void *accumulator, void *kept) {
   const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
 #pragma unroll
-  for (int j = 0; j < Columns / 4; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+  for (int j = 0; j < Columns / 2; ++j) static_cast<float *>(kept)[j] = copy(acc[j], one);
 }
 // 8 of a warp's 16 rows, as `add`. `rows`: of the warp's slots, the even one of a lane's two first.
-template <bool All, int Columns, int Step>
+template <bool All, int Columns>
 __device__ __forceinline__ void add_rows(const void *pairs, long long to, const void *rows, int stride) {
   const float one = opaque_one();
   const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
@@ -290,7 +290,7 @@ __device__ __forceinline__ void add_rows(const void *pairs, long long to, const 
     float mine[8], four[2][4], line0[4], line1[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      mine[j] = copy(static_cast<const float *>(pairs)[(8 * half + j) / 2 * Step + j % 2], one);
+      mine[j] = copy(static_cast<const float *>(pairs)[(8 * half + j) / 2 * 4 + j % 2], one);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float *left = mine + 4 * i, *right = left + 2;

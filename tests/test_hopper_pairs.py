@@ -86,3 +86,17 @@ def test_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = judged(case.inputs(seed=2), observer=observer)
     assert not observer.races, observer.races[0].text
     assert [entry.grid[0] for entry in recorder.launches if entry.kernel == KERNEL] == [6, 4]
+
+
+@pytest.mark.parametrize(
+    "case",
+    (BASE.but(S=3), BASE.but(S=4, H=72, D=512, K=130, length="zero", sink="random", dlse=True, invalid="shuffled")),
+    ids=("plain", "empty_rows"),
+)
+def test_a_pair_goes_over_tiles(case: Case) -> None:
+    """On a GPU of two multiprocessors one pair has all tiles."""
+    observer = Races()
+    with project_hopper.going_over_tiles(2):
+        recorder = judged(case.inputs(seed=case.S), observer=observer)
+    assert not observer.races, observer.races[0].text
+    assert [entry.grid[0] for entry in recorder.launches if entry.kernel == KERNEL] == [2]
