@@ -7,27 +7,27 @@ peer sends its part, and sends their P and dS back.
 
 Pipeline of one block of 64 slots, time down; there is one KV buffer.
 
-    copy warpgroup                scores' warpgroup                       stream of dkv
+    copy warpgroup                scores' warpgroup                      stream of dkv
     gather columns 0 .. 127       wait kv_ready[n]
-    gather the rest               S^T, dP^T of the peer's heads;
-                                    wait e_free, send each as it is there
+    gather the rest               [S^T dP^T] of the peer's heads
+                                  wait e_free, send them
                                   [S^T dP^T] of the own heads
                                   wait e_full, add what came, p_room
                                   P, dS; wait ds_free
-                                  dS, and P in place of what came, to
-    wait ds_ready                   the peer (P: wait p_room)             wait ds_ready (of both halves)
-    dq of columns 128 .. 255      dq of the own heads, columns 0 .. 127   dq tail, tail_free; tail of dS^T Q
-    wait kv_free, gather 0 .. 127 wait ds_ready, dq of the peer's heads   wait p_ready, P to registers, frees E
-    frees dS                        frees kv and the peer's dS            64 columns at a time:
-    wait tail_free, gather rest                                             next acc = dS^T Q, then sm_scale acc
-                                                                            + P^T dO, under the adds of this one
-                                                                          frees dS of both with the last dS^T Q
+                                  dS to shared memory and to the peer    wait ds_ready (of both halves)
+    wait ds_ready                 dq of the own heads, columns 0 .. 127  dq tail, tail_free; tail of dS^T Q
+    dq of columns 128 .. 255      wait p_room, P in place of what came,  wait p_ready, P to registers, frees E
+    wait kv_free, gather 0 .. 127   and to the peer                      64 columns at a time:
+    frees dS                      wait ds_ready, dq of the peer's heads    half of the rows added, half kept
+    wait tail_free, gather rest     frees kv and the peer's dS             acc = dS^T Q under the adds of those
+                                                                           sm_scale acc + P^T dO
+                                                                         frees dS of both with the last dS^T Q
 
 E, where the peer's scores come, is read by the thread that they were sent to. P of both halves then lies there until
 the stream has it in registers: E of the next block may come (`e_free`) when the receiver's stream has P, and its copy
-of its own P, which reads E, is done. What the CTAs send is counted in bytes; arrivals at the peer are
-bare, without a scope: a release at cluster scope waits for all adds of the stream under way (a block takes 1850 clocks
-more). dq of the tail, used once a block, lies in local memory beside: its registers are what chunks of 64 columns need.
+of its own P, which reads E, is done. What the CTAs send is counted in bytes; arrivals at the peer are bare, without a
+scope: a release at cluster scope is a MEMBAR of the GPU, which waits for all adds under way. dq of the tail, used once
+a block, lies in local memory beside: its registers are what chunks of 64 columns need.
 
 A pair goes over tiles as CTAs do in `backward.py`: dq leaves through the columns of KV that it is made of, block 0 of
 the next tile is gathered, row values are made, and q and dout come by panels as the stream frees them.
@@ -57,6 +57,7 @@ from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
 PANEL = 64  # columns of an operand tile in shared memory
+CHUNK_COLUMNS = {512: 64, 576: 64}  # of dkv at a time
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -67,7 +68,7 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     HALF_TAIL = TAIL // 2
-    WIDTH = PANEL  # columns of dkv at a time
+    WIDTH = CHUNK_COLUMNS[D]
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     DTYPE, ELEM = WGMMA_TYPE[dtype], ELEMENT[dtype]
@@ -158,18 +159,14 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
-    def part(name, first, X, c, half, columns, row):
-        # Of the heads of a half, from row `row` on: q, and below it dout; of the first or the second group of columns.
+    def scores(X, c, half):
+        # Of the heads of a half, of the columns of the second group.
         call(
-            f"{name}<{DTYPE}, {first}>", c.data, place(X, KV_AT + 2 * columns * OPERAND_BYTES),
-            place(X, HEADS_AT + half * OF_HALF + 2 * columns * OF_PANEL + row * PANEL * ITEM),
+            f"part_of_scores<{DTYPE}, false>", c.data, place(X, KV_AT + 2 * OPERAND_BYTES),
+            place(X, HEADS_AT + half * OF_HALF + 2 * OF_PANEL),
         )  # fmt: skip
-
-    @T.macro
-    def last_part(X, s, half):
-        # The tail of S^T, which ends the group.
         call(
-            f"last_of_scores<{DTYPE}, {'true' if TAIL else 'false'}>", s.data, place(X, KV_TAIL_AT if TAIL else KV_AT),
+            f"last_of_scores<{DTYPE}, {'true' if TAIL else 'false'}>", c.data, place(X, KV_TAIL_AT if TAIL else KV_AT),
             place(X, Q_TAIL_AT + half * (ROWS * HALF_TAIL * ITEM)),
         )  # fmt: skip
 
@@ -182,9 +179,9 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def add(valid, columns, half, pairs, to, slot_to, step, my_slot, row_bytes):
-        # Half of the rows of an accumulator, or of what was kept of one.
+        # Half of the rows of an accumulator, of the second half what was kept.
         call(
-            f"add_rows<{valid}, {columns}>", T.access_ptr(pairs[2 * half], "r", 1), to,
+            f"add_rows<{valid}, {columns}, {2 if half else 4}>", pairs.data, to,
             T.access_ptr(slot_to[step & 3, my_slot + 8 * half], "r", 1), row_bytes,
         )  # fmt: skip
 
@@ -193,43 +190,47 @@ def build(plan: Plan) -> PrimFunc:
         call(f"dS_q<{DTYPE}, {WIDTH}>", acc.data, place(X, DS_AT), place(X, at_q))
 
     @T.macro
-    def add_P(X, acc, p, at_q, sm_scale):
+    def finish_chunk(X, acc, p, at_q, sm_scale):
+        call(f"finish<{WIDTH // 2}>", acc.data)
         call("scale_by", acc.data, sm_scale, WIDTH // 2)
         call(f"add_P_dO<{DTYPE}, {WIDTH}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
+        call(f"finish<{WIDTH // 2}>", acc.data)
 
     @T.macro
     def chunks(
         valid, X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes, sm_scale, ds_free, peer,
         heads_free, last,
     ):  # fmt: skip
-        # The columns of V. Both products of a chunk are made under the adds of the one before, of the first under those
-        # of the tail.
+        # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
+        # those of the tail.
         if TAIL:
-            begin_chunk(X, acc, HEADS_AT)
+            call("keep_half<32>", acc_t.data, kept.data)
             add(valid, 32, 0, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
-            call(f"finish<{WIDTH // 2}>", acc.data)
-            add_P(X, acc, p, HEADS_AT, sm_scale)
-            add(valid, 32, 1, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
-            call(f"finish<{WIDTH // 2}>", acc.data)
+            begin_chunk(X, acc, HEADS_AT)
+            add(valid, 32, 1, kept, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
+            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
         for m in T.serial(HALF // WIDTH - 1):
             n = m + 1
-            at_q = HEADS_AT + n * OF_PANEL
-            call(f"keep_all<{WIDTH}>", acc.data, kept.data)
+            at_q = HEADS_AT + n * WIDTH // PANEL * OF_PANEL + n * WIDTH % PANEL * ITEM
+            call(f"keep_half<{WIDTH}>", acc.data, kept.data)
+            add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
             begin_chunk(X, acc, at_q)
-            add(valid, WIDTH, 0, kept, to[0], slot_to, step, my_slot, row_bytes)
+            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
             call(f"finish<{WIDTH // 2}>", acc.data)
             if n == HALF // WIDTH - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
-            # With the last block q and dout come free, as they are filled again.
-            call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, n - 1))
-            add_P(X, acc, p, at_q, sm_scale)
-            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
-            call(f"finish<{WIDTH // 2}>", acc.data)
+            # With the last one q and dout come free, as they are filled again: panels but the last.
+            call(
+                "arrive_if_here", T.cast(last & (n * WIDTH % PANEL == 0), "int32"),
+                bar(heads_free, n * WIDTH // PANEL - 1 if WIDTH == PANEL else (n - 1) // 2),
+            )  # fmt: skip
+            finish_chunk(X, acc, p, at_q, sm_scale)
             to[0] += WIDTH * 4
         call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, HALF // PANEL - 1))
+        call(f"keep_half<{WIDTH}>", acc.data, kept.data)
         add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
-        add(valid, WIDTH, 1, acc, to[0], slot_to, step, my_slot, row_bytes)
+        add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
         to[0] -= (HALF - WIDTH) * 4
 
     @T.macro
@@ -307,7 +308,7 @@ def build(plan: Plan) -> PrimFunc:
             tail_free = T.alloc_barrier(arrive_count=4)
             e_full = T.alloc_cluster_barrier(arrive_count=1)
             e_free = T.alloc_cluster_barrier(arrive_count=8)
-            p_room = T.alloc_cluster_barrier(arrive_count=1)
+            p_room = T.alloc_cluster_barrier(arrive_count=4)
             ds_ready = T.alloc_cluster_barrier(arrive_count=1)
             p_ready = T.alloc_cluster_barrier(arrive_count=1)
             # Copies and stream of both, and the peer's scores.
@@ -444,8 +445,6 @@ def build(plan: Plan) -> PrimFunc:
             elif tx < WARPGROUP:
                 T.set_max_nreg(SCORE_REGISTERS, 1)
                 c = T.alloc_local([64], fp32)
-                s_theirs = T.alloc_local([32], fp32)
-                dp_theirs = T.alloc_local([32], fp32)
                 dq_mine = T.alloc_local([64], fp32)
                 dq_theirs = T.alloc_local([64], fp32)
                 p = T.alloc_local([16], "uint32")
@@ -459,24 +458,21 @@ def build(plan: Plan) -> PrimFunc:
                         call("expect", bar(e_full), E_BYTES)
                         T.barrier_wait(kv_ready[0], step & 1)
                         T.fence_proxy_async()
-                        # S^T first, which is under way to the peer while dP^T is made.
-                        call("begin_products")
-                        part("part_of_half", "true", X, s_theirs, peer, 0, 0)
+                        call(
+                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                            place(X, HEADS_AT + peer * OF_HALF),
+                        )  # fmt: skip
                         T.barrier_wait(kv_ready[1], step & 1)
                         T.fence_proxy_async()
-                        part("part_of_half", "false", X, s_theirs, peer, 1, 0)
-                        last_part(X, s_theirs, peer)
-                        part("part_of_half", "true", X, dp_theirs, peer, 0, ROWS)
-                        part("part_of_half", "false", X, dp_theirs, peer, 1, ROWS)
-                        call("end_products")
+                        scores(X, c, peer)
+                        call("finish<64>", c.data)
                         call("wait_for_peer", bar(e_free), (step & 1) ^ 1)
-                        call("finish_first", s_theirs.data)
-                        call("send", s_theirs.data, place(X, E_AT), bar(e_full), peer)
-                        call("finish<32>", dp_theirs.data)
-                        call("send", dp_theirs.data, place(X, E_AT + E_BYTES // 2), bar(e_full), peer)
-                        part("part_of_scores", "true", X, c, rank, 0, 0)
-                        part("part_of_scores", "false", X, c, rank, 1, 0)
-                        last_part(X, c, rank)
+                        call("send", c.data, place(X, E_AT), bar(e_full), peer)
+                        call(
+                            f"part_of_scores<{DTYPE}, true>", c.data, place(X, KV_AT),
+                            place(X, HEADS_AT + rank * OF_HALF),
+                        )  # fmt: skip
+                        scores(X, c, rank)
                         if i == 0:
                             T.barrier_wait(stats_ready, tiles_before & 1)
                         call("finish<64>", c.data)
@@ -484,30 +480,32 @@ def build(plan: Plan) -> PrimFunc:
                         call("add_received", c.data, place(X, E_AT))
                         # What the peer wrote here as a thread does, its copy of P will write.
                         call("proxy_fence")
-                        call("sync_warpgroup", SCORES)
-                        call("arrive_alone", bar(p_room), peer)
+                        call("arrive_there", bar(p_room), peer)
                         call(
                             f"softmax<{ELEM}>", c.data, p.data, ds.data, T.access_ptr(stats[0, 0], "r", 1),
                             T.access_ptr(slot_row[step & 1, 0], "r", 1), scale_log2,
                         )  # fmt: skip
                         call("wait_for_peer", bar(ds_free), (step & 1) ^ 1)
                         call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
-                        call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
                         call("proxy_fence")
                         call("sync_warpgroup", SCORES)
                         if tx == 0:
                             call(
-                                "copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ds_ready),
-                                peer,
+                                "copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES,
+                                bar(ds_ready), peer,
                             )  # fmt: skip
-                            call("wait_for_peer", bar(p_room), step & 1)
-                            call(
-                                "copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES, bar(p_ready), peer
-                            )
                         call("expect", bar(ds_ready), OPERAND_BYTES)
-                        call("expect", bar(p_ready), OPERAND_BYTES)
-                        call("begin_products")
                         add_dq(X, dq_mine, rank, 0)
+                        call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
+                        call("proxy_fence")
+                        call("sync_warpgroup", SCORES)
+                        call("wait_for_peer", bar(p_room), step & 1)
+                        if tx == 0:
+                            call(
+                                "copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES,
+                                bar(p_ready), peer,
+                            )  # fmt: skip
+                        call("expect", bar(p_ready), OPERAND_BYTES)
                         call("wait_for_peer", bar(ds_ready), step & 1)
                         add_dq(X, dq_theirs, peer, 0)
                         call("finish<64>", dq_mine.data)
@@ -535,16 +533,15 @@ def build(plan: Plan) -> PrimFunc:
                 to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
                 acc = T.alloc_local([WIDTH // 2], fp32)
-                kept = T.alloc_local([WIDTH // 2], fp32)
+                kept = T.alloc_local([WIDTH // 4], fp32)
                 acc_t = T.alloc_local([16], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 away = T.alloc_local([8], "float32x4")
                 for w in T.serial(mine):
                     find_tile(at, start + w * ctas, B, G, L, 1)
                     blocks = T.ceildiv(length_of(Lengths, at, K, has_length), BLOCK_K)
-                    if TAIL:
-                        call("zero<32>", dq_t.data)
-                        call("put_away", dq_t.data, away.data)
+                    call("zero<32>", dq_t.data)
+                    call("put_away", dq_t.data, away.data)
                     row_0 = (T.cast(at[3], i64) * S_kv * G + T.cast(at[1], i64)) * D
                     to[0] = T.call_extern(i64, "sparse_mla::line", dKV.data, row_0 + T.cast(rank * HALF, i64))
                     to_tail = T.cast((D_V + rank * (HALF_TAIL - HALF)) * 4, i64)
@@ -571,14 +568,12 @@ def build(plan: Plan) -> PrimFunc:
                         # What came shows that the peer's copy of its own P, from where the next is sent to, is done.
                         call("arrive_here", bar(e_free))
                         if not TAIL:
-                            call(f"finish<{WIDTH // 2}>", acc.data)
-                            add_P(X, acc, p, HEADS_AT, sm_scale)
-                            call(f"finish<{WIDTH // 2}>", acc.data)
+                            finish_chunk(X, acc, p, HEADS_AT, sm_scale)
                         # ptxas makes a branch of every predicated add: they are for tiles with hardly a valid slot.
-                        valid = T.call_extern(
-                            "int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1)
-                        )
-                        if valid != 0:
+                        if (
+                            T.call_extern("int32", "sparse_mla::all_valid", T.access_ptr(slot_to[step & 3, 0], "r", 1))
+                            != 0
+                        ):
                             chunks(
                                 "true", X, acc, acc_t, kept, p, to, to_tail, slot_to, step, my_slot, row_bytes,
                                 sm_scale, ds_free, peer, heads_free, i + 1 == blocks,

@@ -116,16 +116,14 @@ def _plan(D: int, dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> 
     return Plan(D, _name(dtype), _name(index_dtype), tokens)
 
 
-def pairs(problem: Problem, tokens: int) -> bool:
-    """Whether a backward that adds to dkv has clusters of two CTAs (`backward_pair.py`): a tile's heads exceed a CTA's
-    rows.
-    """
-    return tokens == 1 and problem.heads_per_group > ROWS
+def pairs(config: SparseAttentionConfig) -> bool:
+    """Whether pairs of CTAs have a tile of the backward (`backward_pair.py`)."""
+    return config.bwd_cluster == 2
 
 
-def _backward(problem: Problem, tokens: int) -> str:
+def _backward(config: SparseAttentionConfig) -> str:
     """The kind of kernel that adds to dkv."""
-    return "backward_pair" if pairs(problem, tokens) else "backward"
+    return "backward_pair" if pairs(config) else "backward"
 
 
 def sorts_rows(problem: Problem) -> bool:
@@ -145,13 +143,12 @@ def _name(dtype: torch.dtype) -> str:
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
     """Shared memory of the two main kernels, in bytes."""
     plan = plan_of(problem)
-    return {"forward": sum(plan.forward_smem.values()), "backward": sum(_backward_smem(problem, config).values())}
+    return {"forward": sum(plan.forward_smem.values()), "backward": sum(_backward_smem(plan, config).values())}
 
 
-def _backward_smem(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
+def _backward_smem(plan: Plan, config: SparseAttentionConfig) -> dict[str, int]:
     """By use, of the kernel that adds to dkv."""
-    plan = plan_of(problem)
-    return plan.pair_smem if pairs(problem, config.tokens_per_tile or 1) else plan.backward_smem
+    return plan.pair_smem if pairs(config) else plan.backward_smem
 
 
 def check(problem: Problem, config: SparseAttentionConfig) -> None:
@@ -172,13 +169,19 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
             f"tokens_per_tile = {tokens} with {heads} heads per group needs more than the {ROWS} rows of a tile; "
             f"{most} fits"
         )
+    if pairs(config) and heads <= ROWS:
+        raise UnsupportedError(
+            f"bwd_cluster = 2 is for more than {ROWS} heads per group, which one CTA has no room for, not {heads}; "
+            "leave it at None"
+        )
 
 
 def _why(name: str, wished: int, problem: Problem, config: SparseAttentionConfig) -> str:
+    plan = plan_of(problem)
     if name in ("fwd_stages", "fwd_block_k"):
-        parts = plan_of(problem).forward_smem
+        parts = plan.forward_smem
     elif name in ("bwd_stages", "bwd_block_k"):
-        parts = _backward_smem(problem, config)
+        parts = _backward_smem(plan, config)
     else:
         return ""
     built, grow = BUILT_FOR[name], next(use for use in parts if use.startswith("kv "))
@@ -208,7 +211,7 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
         if backward:
             # Single tokens: from the indices, and from lists where dkv is large.
             for listed in (False, True) if tokens == 1 else (True,):
-                build.kernel(_backward(problem, tokens), plan_of(problem, tokens, listed))
+                build.kernel(_backward(config), plan_of(problem, tokens, listed))
         lists = union_plans(tokens, problem.index_dtype, SMALLER_LISTS.get(tokens, ()))
         for plan in lists if tokens > 1 or backward else ():
             build.kernel("unions", plan)
@@ -275,9 +278,8 @@ def _tiles_at_once(problem: Problem, tokens: int, device: torch.device) -> int:
     Its CTAs start at the first row together and drift apart. Where dkv is larger than the L2, and the CTAs of a wave
     add to most rows more than once, launches of few waves keep them together.
     """
-    # A pair of CTAs adds the sum of both.
     a_tile, units = problem.B * problem.G * _tiles(problem), env.multiprocessors(device)
-    adds = units // _tiles(problem) * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
+    adds = units * tokens * problem.K / (problem.S_kv * problem.B * problem.G)
     room = min(tokens, 2) * L2_BYTES
     if dkv_bytes(problem) <= room or adds < LEAST_ADDS:
         return problem.S
@@ -725,6 +727,8 @@ def bwd(
     beside a list, the terms of dkv do in parts (`Parts`), which are added part by part, in order of tiles, head tiles
     and slots; beside that 12 bytes per row of kv and part of a list.
     """
+    if deterministic and pairs(config):
+        raise UnsupportedError("bwd_cluster = 2 adds in no fixed order: leave it at None with deterministic=True")
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     units = env.multiprocessors(device)
@@ -754,8 +758,8 @@ def bwd(
     else:
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
             # A pair of CTAs has all heads of a group.
-            tiles, ctas = (1, 2) if pairs(problem, gather.tokens) else (_tiles(problem), 1)
-            build.kernel(_backward(problem, gather.tokens), gather.plan(problem))(
+            tiles, ctas = (1, 2) if pairs(config) else (_tiles(problem), 1)
+            build.kernel(_backward(config), gather.plan(problem))(
                 q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
                 *scales, problem.heads_per_group, tiles, gather.wanted, gather.tile_0, 0, 0, 1, 1,
                 *gather.flags, has_sink, *_rounds(problem, gather, max(1, units // ctas), True, tiles),

@@ -18,12 +18,12 @@ __device__ __forceinline__ int opaque(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
-// A thread's 32 values to the place from which the same thread of the peer reads them.
+// A thread's 64 values to the place from which the same thread of the peer reads them.
 __device__ __forceinline__ void send(const void *values, const void *to, const void *barrier, int peer) {
   const float *v = static_cast<const float *>(values);
   const unsigned at = of_peer(to, peer) + threadIdx.x % 128 * 16, full = of_peer(barrier, peer);
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 16; ++i)
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      at + 2048 * i),
                  "f"(v[4 * i]), "f"(v[4 * i + 1]), "f"(v[4 * i + 2]), "f"(v[4 * i + 3]), "r"(full)
@@ -63,11 +63,6 @@ __device__ __forceinline__ void arrive_there(const void *barrier, int peer) {
   if (threadIdx.x % 32 == 0)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_peer(barrier, peer)) : "memory");
 }
-// That of one thread for a warpgroup, which is behind a barrier of its own.
-__device__ __forceinline__ void arrive_alone(const void *barrier, int peer) {
-  if (threadIdx.x % 128 == 0)
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_peer(barrier, peer)) : "memory");
-}
 // The arrival of one thread, and so many bytes that the peer sends.
 __device__ __forceinline__ void expect(const void *barrier, int bytes) {
   if (threadIdx.x % 128 == 0)
@@ -87,11 +82,6 @@ __device__ __forceinline__ void wait_for_peer(const void *barrier, int parity) {
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void sync_warpgroup(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-}
-// S^T of those that are under way is there, dP^T may not be.
-__device__ __forceinline__ void finish_first(void *scores) {
-  tl::wait_wgmma<1>();
-  tl::warpgroup_fence_operand(static_cast<float *>(scores), 32);
 }
 // So many registers of accumulators are there.
 template <int Count> __device__ __forceinline__ void finish(void *accumulator) {
@@ -149,35 +139,21 @@ __device__ __forceinline__ void part_of_scores(void *scores, const void *kv, con
         reinterpret_cast<uint32_t *>(c), !First || k > 0);
   tl::warpgroup_fence_operand(c, 64);
 }
-// S^T or dP^T alone.
-template <tl::DataType Type, bool First>
-__device__ __forceinline__ void part_of_half(void *scores, const void *kv, const void *heads) {
-  float *c = static_cast<float *>(scores);
-  const tl::GmmaDescriptor a = operand<Panel, 1, 64>(kv), b = operand<Panel, 1, 64>(heads);
-  tl::warpgroup_fence_operand(c, 32);
-#pragma unroll
-  for (int k = 0; k < 8; ++k)
-    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
-        uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 16384 + k % 4 * 32) >> 4)),
-        reinterpret_cast<uint32_t *>(c), !First || k > 0);
-  tl::warpgroup_fence_operand(c, 32);
-}
 template <tl::DataType Type, bool Tailed>
 __device__ __forceinline__ void last_of_scores(void *scores, const void *kv, const void *q) {
   float *c = static_cast<float *>(scores);
   if constexpr (Tailed) {
     const tl::GmmaDescriptor a = operand<Tail, 1, 32>(kv), b = operand<Tail, 1, 32>(q);
-    tl::warpgroup_fence_operand(c, 32);
+    tl::warpgroup_fence_operand(c, 64);
 #pragma unroll
     for (int k = 0; k < 2; ++k)
       tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
           uint64_t(a + (k * 32 >> 4)), uint64_t(b + (k * 32 >> 4)), reinterpret_cast<uint32_t *>(c), 1);
   }
   tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(c, 32);
+  tl::warpgroup_fence_operand(c, 64);
 }
 __device__ __forceinline__ void begin_products() { tl::warpgroup_arrive(); }
-__device__ __forceinline__ void end_products() { tl::warpgroup_commit_batch(); }
 
 // P and dS of a warpgroup's [64 slots x 64 heads], as left operands in registers. `stats`: as in `row_stats.py`.
 template <typename Element>
@@ -271,14 +247,14 @@ __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const
   tl::warpgroup_commit_batch();
   tl::warpgroup_fence_operand(acc, Columns / 2);
 }
-// An accumulator is set aside, as half of one is by `keep`.
-template <int Columns> __device__ __forceinline__ void keep_all(const void *accumulator, void *kept) {
+// Rows 8 to 15 of a warp's 16 are set aside, as by `keep`.
+template <int Columns> __device__ __forceinline__ void keep_half(const void *accumulator, void *kept) {
   const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
 #pragma unroll
-  for (int j = 0; j < Columns / 2; ++j) static_cast<float *>(kept)[j] = copy(acc[j], one);
+  for (int j = 0; j < Columns / 4; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
 }
 // 8 of a warp's 16 rows, as `add`. `rows`: of the warp's slots, the even one of a lane's two first.
-template <bool All, int Columns>
+template <bool All, int Columns, int Step>
 __device__ __forceinline__ void add_rows(const void *pairs, long long to, const void *rows, int stride) {
   const float one = opaque_one();
   const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
@@ -290,7 +266,7 @@ __device__ __forceinline__ void add_rows(const void *pairs, long long to, const 
     float mine[8], four[2][4], line0[4], line1[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      mine[j] = copy(static_cast<const float *>(pairs)[(8 * half + j) / 2 * 4 + j % 2], one);
+      mine[j] = copy(static_cast<const float *>(pairs)[(8 * half + j) / 2 * Step + j % 2], one);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float *left = mine + 4 * i, *right = left + 2;

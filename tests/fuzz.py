@@ -136,7 +136,7 @@ class Sizes:
 GPU = Sizes(24, 300, 300, (*range(1, 129),))
 SIZES = {
     "reference": Sizes(6, 9, 9, (1, 2, 3), widths=((8, 5), (16, 16), (24, 8))),
-    "sim-sm90": Sizes(2, 80, 130, (1, 3, 16, 40, 64, 70, 128)),
+    "sim-sm90": Sizes(2, 80, 130, (1, 3, 16, 40, 64, 70)),
     "sim-sm100": Sizes(3, 80, 130, (1, 3, 16, 40, 64, 70), tiles=(1, None, 2, 8, 16), tile_rows=128),
     "sm90": replace(GPU, tiles=(1, None, 2, 4, 8, 16)),
     "sm100": replace(GPU, tiles=(1, None, 2, 4, 8, 16), tile_rows=128),
@@ -643,22 +643,21 @@ def search(
     return outcome
 
 
-def _compile(target: str, device: torch.device, job: tuple[int, str, str, int, int, bool]) -> None:
-    D, dtype, index_dtype, tokens, heads, backward = job
+def _compile(target: str, device: torch.device, job: tuple[int, str, str, int, bool]) -> None:
+    D, dtype, index_dtype, tokens, backward = job
     cute_sparse_mla.warmup(
-        heads, D, dtype=DTYPES[dtype], index_dtype=DTYPES[index_dtype], backward=backward, backend=target,
+        64 // tokens, D, dtype=DTYPES[dtype], index_dtype=DTYPES[index_dtype], backward=backward, backend=target,
         device=device, config=SparseAttentionConfig(tokens_per_tile=tokens),
     )  # fmt: skip
 
 
 def _warm_up(pool: Executor, args: argparse.Namespace, sizes: Sizes) -> None:
     """Compile on disk what the workers will need, a few kernels a process; forwards first, the backwards find them."""
-    tiles = [(t, 64 // t) for t in sizes.tiles if t is not None]
+    tokens = [t for t in sizes.tiles if t is not None]
     jobs = [
-        (D, dtype, index_dtype, *tile, backward)
+        (D, dtype, index_dtype, t, backward)
         for backward, index_dtype in itertools.product((False, True), sizes.index_dtypes)
-        for tile in (tiles if not backward or max(sizes.heads) <= 64 else [*tiles, (1, 128)])
-        for dtype, (D, _) in itertools.product(sizes.dtypes, sizes.widths)
+        for t, dtype, (D, _) in itertools.product(tokens, sizes.dtypes, sizes.widths)
     ]
     list(pool.map(partial(_compile, args.target, args.device), jobs))
 

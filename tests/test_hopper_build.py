@@ -39,8 +39,8 @@ def test_shared_memory_fits(D: int) -> None:
     assert sum(plan.forward_smem.values()) <= SMEM_LIMIT
     assert sum(plan.backward_smem.values()) <= SMEM_LIMIT
     assert sum(plan.pair_smem.values()) <= SMEM_LIMIT
-    for heads, parts in ((64, plan.backward_smem), (65, plan.pair_smem)):
-        found = launch.smem_bytes(problem(heads, D), SparseAttentionConfig())
+    for cluster, parts in ((None, plan.backward_smem), (2, plan.pair_smem)):
+        found = launch.smem_bytes(problem(128, D), SparseAttentionConfig(bwd_cluster=cluster))
         assert found == {"forward": sum(plan.forward_smem.values()), "backward": sum(parts.values())}
 
 
@@ -55,9 +55,19 @@ def test_every_table_row_is_accepted(tested_version: None, heads: int, D: int) -
 def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version: None) -> None:
     with pytest.raises(UnsupportedError, match=r"bwd_stages = 1, not 2 .*would need 305408 of 232448 bytes"):
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
+
+
+def test_pairs_of_ctas_are_for_more_than_a_cta_has_rows(tested_version: None) -> None:
+    for heads in (65, 128):
+        launch.check(problem(heads), SparseAttentionConfig(bwd_cluster=2))
+    launch.check(problem(), SparseAttentionConfig(bwd_cluster=1))
+    with pytest.raises(UnsupportedError, match=r"bwd_cluster = 2 is for more than 64 heads per group, .* not 64"):
+        launch.check(problem(64), SparseAttentionConfig(bwd_cluster=2))
+    with pytest.raises(UnsupportedError, match="tokens_per_tile = 2 with 128 heads"):
+        launch.check(problem(128), SparseAttentionConfig(bwd_cluster=2, tokens_per_tile=2))
     needed = sum(Plan(576, "bfloat16", "int32").pair_smem.values()) + 64 * 288 * 2
     with pytest.raises(UnsupportedError, match=rf"bwd_stages = 1, not 2 .*would need {needed} of 232448 bytes"):
-        launch.check(problem(128), SparseAttentionConfig(bwd_stages=2))
+        launch.check(problem(128), SparseAttentionConfig(bwd_cluster=2, bwd_stages=2))
 
 
 @pytest.mark.skipif(not env.is_installed("tilelang"), reason="needs tilelang")
@@ -145,10 +155,10 @@ def test_importing_the_backend_leaves_tilelang_alone() -> None:
 @pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
 @pytest.mark.parametrize("heads", HEAD_CLASSES)
 def test_compiles_for_sm_90a_without_a_gpu(heads: int, D: int) -> None:
-    """One forward serves all head classes of a D, one backward those up to 64 heads: only their first one compiles."""
+    """One kernel serves all head classes of a D: only the first of them compiles."""
     from cute_sparse_mla.hopper import build
 
     launch.warmup(problem(heads, D), SparseAttentionConfig(tokens_per_tile=1), backward=True)
-    for kind in ("forward", "backward_pair" if heads > 64 else "backward"):
+    for kind in ("forward", "backward"):
         source = build.kernel(kind, launch.plan_of(problem(heads, D))).get_kernel_source()
         assert "wgmma" in source

@@ -660,7 +660,6 @@ KERNELS = (
     ("wheel-bwd-pair-h96", 128),
     ("wheel-bwd90-h64-d512", 128),
     ("hopper-h24-d512", 128),
-    ("hopper-h96-d512", 192),
 )
 
 

@@ -499,17 +499,6 @@ st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%r6], {%r10, %r11,
 st.shared.v4.b32 [%r16], {%r10, %r11, %r12, %r13}; fence.proxy.async.shared::cta; bar.sync 0; @%p1 bra SENT{round};
 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r6], [%r16], 512, [%r7]; SENT{round}:"""
     yield _exchange("bulk copy between CTAs", send)
-    # Addresses whose space is found out at run time.
-    body = """mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 16; add.s64 %d9, %d9, %d0; mul.lo.u32 %r1, %r0, 3;
-barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; st.v4.b32 [%d9], {%r0, %r1, %r0, %r1};
-st.b32 [%d9+4], %r0;
-cvt.u16.u32 %h1, %r0; xor.b16 %h2, %h1, 5; setp.eq.b16 %p1, %h2, 7; @%p1 st.b32 [%d9+8], 1;"""
-    yield Case("generic stores", "clusters", body, {"out": np.zeros(128, np.uint32)}, ["out"], cluster=1)
-    body = """.local .align 16 .b8 room[32];
-mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 16; add.u64 %d9, %d9, %d0; mul.lo.u32 %r1, %r0, 3; mov.u64 %d5, room;
-st.local.v4.b32 [%d5+16], {%r0, %r1, %r1, %r0}; ld.local.v4.b32 {%r2, %r3, %r4, %r5}, [%d5+16];
-st.global.v4.b32 [%d9], {%r3, %r2, %r5, %r4};"""
-    yield Case("local vectors", "local memory", body, {"out": np.zeros(128, np.uint32)}, ["out"])
     total = np.zeros(4, np.uint32)
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""
@@ -603,18 +592,6 @@ def _wgmma() -> Iterator[Case]:
             yield _wgmma_case(n, 128, majors, True, 1, right=(64, 2))
     for n in (128, 256):
         yield _wgmma_case(n, 64, "KK", True, 2)
-    # Either half of 64 columns, and both kinds of operands.
-    for kind in ("bf16", "f16"):
-        for part in (0, 1):
-            for registers in (False, True):
-                yield _wgmma_case(32, 128, "KM", True, 1, registers, kind=kind, part=part)
-    for registers in (False, True):
-        yield _wgmma_case(64, 128, "KM", True, 1, registers, kind="f16")
-    for n, span, majors, right in (
-        (128, 128, "KK", None), (128, 128, "MM", None), (64, 64, "KK", None), (32, 128, "KM", (64, 2)),
-        (32, 128, "MM", (64, 2)),
-    ):  # fmt: skip
-        yield _wgmma_case(n, span, majors, True, {128: 1, 64: 2}[span], right=right, kind="f16")
 
 
 def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -631,23 +608,20 @@ def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tu
 
 def _wgmma_case(
     n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False, steps: int = 1,
-    right: tuple[int, int] | None = None, kind: str = "bf16", part: int | None = None,
+    right: tuple[int, int] | None = None,
 ) -> Case:  # fmt: skip
     """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers.
 
     More `steps` add the products of the following columns, of a span of 128 bytes, to the same accumulators. `right`:
-    span and code of B where they are not those of A; `part`: which of the n columns of B's span of more.
+    span and code of B where they are not those of A.
     """
     b_span, b_code = right or (span, code)
-    extra = ("" if kind == "bf16" else f"{kind} ") + ("" if part is None else f"part {part} ")
     name = (
         f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span}{f', B {b_span}' if right else ''} "
-        f"majors {majors} {extra}"
+        f"majors {majors} "
         f"{f'{steps} steps ' if steps > 1 else ''}{'integers' if exact else 'random'}"
     )
-    a, b = wgmma_operands(name, n if part is None else b_span // 2, span, majors, exact)
-    if kind == "f16":
-        a, b = ((x.astype(np.uint32) << 16).view(np.float32).astype(np.float16).view(np.uint16) for x in (a, b))
+    a, b = wgmma_operands(name, n, span, majors, exact)
     a_image, a_lead, a_stride = operand_image(a, span, majors[0] == "K")
     b_image, b_lead, b_stride = operand_image(b, b_span, majors[1] == "K")
     source = aligned(-(-(a_image.size + 1024 + b_image.size) // 16) * 16, np.uint8)
@@ -669,7 +643,7 @@ def _wgmma_case(
         left = "{%r80, %r81, %r82, %r83}"
     arrays["out"] = np.zeros((n // 2, 128), np.float32)
     target = len(arrays) - 1
-    product = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{accumulators}}}"
+    product = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}"
     more = "".join(
         f"add.s64 %d32, %d30, {2 * i}; add.s64 %d33, %d31, {2 * i}; setp.eq.u32 %p9, %r1, %r1;\n"
         f"{product}, %d32, %d33, %p9, 1, 1, {transposes};\n"
@@ -682,7 +656,7 @@ cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], 
 """
         + WAIT
         + f"""and.b32 %r50, %r1, 0x3FFFF; shr.u32 %r51, %r50, 4; cvt.u64.u32 %d30, %r51;
-add.s64 %d31, %d30, {place + 2 * n * (part or 0) >> 4};
+add.s64 %d31, %d30, {place >> 4};
 or.b64 %d30, %d30, {_signed(descriptor(a_lead, a_stride, code))}; \
 or.b64 %d31, %d31, {_signed(descriptor(b_lead, b_stride, b_code))};
 shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2; and.b32 %r43, %r41, 3;
@@ -695,7 +669,7 @@ add.s64 %d40, %d40, %d1;
             else ""
         )
         + f"""setp.ne.u32 %p8, %r1, %r1; wgmma.fence.sync.aligned;
-{product}, {left}, %d31, %p8, 1, 1, {transposes};
+wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {left}, %d31, %p8, 1, 1, {transposes};
 {more}wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %d50, %r0, 4; add.s64 %d50, %d50, %d{target};
 """

@@ -28,7 +28,6 @@ COMMITTED = (
     ("wheel-bwd90-h64-d512", "001", [(256, 1)]),
     ("hopper-fwd-h64-d576", "sparse_mla_fwd_kernel", [(192, 2)]),
     ("hopper-h64-d576", "sparse_mla_bwd_kernel", [(192, 2)]),
-    ("hopper-h128-d576", "sparse_mla_bwd_pair_kernel", [(192, 2)]),
     ("hopper-h64-d576-deterministic", "sparse_mla_products_kernel", [(64, 5)]),
     ("sm100-fwd-h64-d512", "000", [(320, 2), (64, 4)]),
     ("sm100-fwd-h128-d512", "000", [(320, 2), (64, 4)]),
