@@ -152,6 +152,8 @@ def test_what_does_not_fit_is_refused_with_what_does(tested_version: None) -> No
         UnsupportedError, match="8 with 24 heads per group needs more than the 128 rows of a tile; 4 fits"
     ):
         launch.check(problem(24), SparseAttentionConfig(tokens_per_tile=8))
+    with pytest.raises(UnsupportedError, match="bwd_cluster = 2 is for the sm90 backward"):
+        launch.check(problem(128), SparseAttentionConfig(bwd_cluster=2))
 
 
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
