@@ -317,6 +317,8 @@ def _explained_backward(asked: Callable[..., dispatch.Choice], forward: dispatch
         choice = asked(which=BACKWARD)
     except UnsupportedError as error:
         return f"cannot run: {error}"
+    if choice.config.bwd_cluster == 2 and choice.backend == "sm90":
+        return "sm90, a pair of CTAs a tile as config.bwd_cluster = 2 asks: measured slower than the default"
     same = (choice.backend, choice.reason) == (forward.backend, forward.reason)
     return "" if same else f"{choice.backend} ({choice.reason})"
 

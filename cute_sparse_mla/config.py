@@ -29,7 +29,9 @@ class SparseAttentionConfig:
     `bwd_threads` (threads per CTA), `fwd_stages`, `bwd_stages` (KV buffers in flight), `fwd_block_k`, `bwd_block_k`
     (slots per step), `bwd_split_store` (parts in which a step's dKV is staged and added), `tokens_per_tile`
     (neighbouring query tokens that share one gather list; 1 makes results independent of the other queries, and `None`
-    lets the device decide whether groups that fill a tile pay).
+    lets the device decide whether groups that fill a tile pay), `bwd_cluster` (SM90, more than 64 heads per group: with
+    2 a pair of CTAs has a tile of the backward, each with half of its columns, instead of a CTA for 64 heads each. An
+    experiment: 4096 x 8192 tokens, 128 heads, D 576, K 2048 take 13.7 ms on an H200 where the default takes 12.7).
     """
 
     fwd_backend: str | None = None
@@ -41,6 +43,7 @@ class SparseAttentionConfig:
     bwd_block_k: int | None = None
     bwd_split_store: int | None = None
     tokens_per_tile: int | None = None
+    bwd_cluster: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -58,6 +61,8 @@ class SparseAttentionConfig:
                 raise ArgumentValueError(name, "must be at least 1", value)
             elif field.name.endswith("_threads") and value not in THREAD_COUNTS:
                 raise ArgumentValueError(name, f"must be one of {THREAD_COUNTS}", value)
+            elif field.name == "bwd_cluster" and value > 2:
+                raise ArgumentValueError(name, "must be 1 or 2", value)
 
     def encode(self) -> str:
         """Canonical text of the fields that are set (custom ops carry it as an argument)."""

@@ -9,13 +9,14 @@ from typing import Any
 import tilelang
 
 from ..union_lists import UnionPlan
-from . import backward, cache, forward, ordered, postprocess, products, unions
+from . import backward, backward_pair, cache, forward, ordered, postprocess, products, unions
 from .plan import PlacePlan, Plan, RepeatPlan, SumPlan, TermPlan
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 BUILDERS = {
     "forward": forward.build,
     "backward": backward.build,
+    "backward_pair": backward_pair.build,
     "postprocess": postprocess.build,
     "term_rows": ordered.build_term_rows,
     "ordered_sums": ordered.build_sums,

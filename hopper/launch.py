@@ -116,6 +116,16 @@ def _plan(D: int, dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> 
     return Plan(D, _name(dtype), _name(index_dtype), tokens)
 
 
+def pairs(config: SparseAttentionConfig) -> bool:
+    """Whether pairs of CTAs have a tile of the backward (`backward_pair.py`)."""
+    return config.bwd_cluster == 2
+
+
+def _backward(config: SparseAttentionConfig) -> str:
+    """The kind of kernel that adds to dkv."""
+    return "backward_pair" if pairs(config) else "backward"
+
+
 def sorts_rows(problem: Problem) -> bool:
     """Whether the backward takes each token's rows in rising order: CTAs then add to the same part of dkv at a time."""
     return dkv_bytes(problem) > L2_BYTES
@@ -133,7 +143,12 @@ def _name(dtype: torch.dtype) -> str:
 def smem_bytes(problem: Problem, config: SparseAttentionConfig) -> dict[str, int]:
     """Shared memory of the two main kernels, in bytes."""
     plan = plan_of(problem)
-    return {"forward": sum(plan.forward_smem.values()), "backward": sum(plan.backward_smem.values())}
+    return {"forward": sum(plan.forward_smem.values()), "backward": sum(_backward_smem(plan, config).values())}
+
+
+def _backward_smem(plan: Plan, config: SparseAttentionConfig) -> dict[str, int]:
+    """By use, of the kernel that adds to dkv."""
+    return plan.pair_smem if pairs(config) else plan.backward_smem
 
 
 def check(problem: Problem, config: SparseAttentionConfig) -> None:
@@ -143,7 +158,7 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
         wished = getattr(config, name)
         if wished not in (None, built):
             raise UnsupportedError(
-                f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem)}"
+                f"the sm90 kernels are built with {name} = {built}, not {wished}{_why(name, wished, problem, config)}"
             )
     tokens, heads = config.tokens_per_tile or 1, problem.heads_per_group
     if tokens not in TOKENS_PER_TILE:
@@ -154,17 +169,22 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
             f"tokens_per_tile = {tokens} with {heads} heads per group needs more than the {ROWS} rows of a tile; "
             f"{most} fits"
         )
+    if pairs(config) and heads <= ROWS:
+        raise UnsupportedError(
+            f"bwd_cluster = 2 is for more than {ROWS} heads per group, which one CTA has no room for, not {heads}; "
+            "leave it at None"
+        )
 
 
-def _why(name: str, wished: int, problem: Problem) -> str:
+def _why(name: str, wished: int, problem: Problem, config: SparseAttentionConfig) -> str:
     plan = plan_of(problem)
     if name in ("fwd_stages", "fwd_block_k"):
-        parts, grow = plan.forward_smem, f"kv 2 x [{BLOCK_K} x {plan.D}]"
+        parts = plan.forward_smem
     elif name in ("bwd_stages", "bwd_block_k"):
-        parts, grow = plan.backward_smem, f"kv [{BLOCK_K} x {plan.D}]"
+        parts = _backward_smem(plan, config)
     else:
         return ""
-    built = BUILT_FOR[name]
+    built, grow = BUILT_FOR[name], next(use for use in parts if use.startswith("kv "))
     needed = sum(parts.values()) - parts[grow] + parts[grow] * wished // built
     sums = " + ".join(f"{size} ({use})" for use, size in parts.items())
     return f" (shared memory: {sums}; {name} = {wished} would need {needed} of {SMEM_LIMIT} bytes)"
@@ -191,7 +211,7 @@ def warmup(problem: Problem, config: SparseAttentionConfig, backward: bool) -> N
         if backward:
             # Single tokens: from the indices, and from lists where dkv is large.
             for listed in (False, True) if tokens == 1 else (True,):
-                build.kernel("backward", plan_of(problem, tokens, listed))
+                build.kernel(_backward(config), plan_of(problem, tokens, listed))
         lists = union_plans(tokens, problem.index_dtype, SMALLER_LISTS.get(tokens, ()))
         for plan in lists if tokens > 1 or backward else ():
             build.kernel("unions", plan)
@@ -398,13 +418,15 @@ def _launches(
         yield Gather(tokens, *some, positions, chosen, wanted, (0, 1, 0), tile_0 + first)
 
 
-def _rounds(problem: Problem, gather: Gather, units: int, whole: bool) -> tuple[int, int]:
-    """CTAs that go over tiles, and how many each, where `units` multiprocessors have one.
+def _rounds(
+    problem: Problem, gather: Gather, units: int, whole: bool, tiles_per_group: int | None = None
+) -> tuple[int, int]:
+    """CTAs or pairs of CTAs that go over tiles, and how many each, where `units` multiprocessors or pairs have one.
 
     A CTA of every SM goes over lists of one length, in a backward (`whole`) over as many as all have; where lengths
     differ it does so for most of them. Each of the rest has a CTA of its own, which goes to the SM that is free first.
     """
-    tiles = problem.B * gather.slots.shape[1] * problem.G * _tiles(problem)
+    tiles = problem.B * gather.slots.shape[1] * problem.G * (tiles_per_group or _tiles(problem))
     has_length, rounds = gather.flags[1], tiles // units
     if has_length:
         rounds = int(STAYING * rounds)
@@ -705,6 +727,8 @@ def bwd(
     beside a list, the terms of dkv do in parts (`Parts`), which are added part by part, in order of tiles, head tiles
     and slots; beside that 12 bytes per row of kv and part of a list.
     """
+    if deterministic and pairs(config):
+        raise UnsupportedError("bwd_cluster = 2 adds in no fixed order: leave it at None with deterministic=True")
     B, S, H = problem.B, problem.S, problem.H
     build, device = _build(), q.device
     units = env.multiprocessors(device)
@@ -733,10 +757,12 @@ def bwd(
             _by_products(problem, tokens, pieces, *arguments)
     else:
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
-            build.kernel("backward", gather.plan(problem))(
+            # A pair of CTAs has all heads of a group.
+            tiles, ctas = (1, 2) if pairs(config) else (_tiles(problem), 1)
+            build.kernel(_backward(config), gather.plan(problem))(
                 q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
-                *scales, problem.heads_per_group, _tiles(problem), gather.wanted, gather.tile_0, 0, 0, 1, 1,
-                *gather.flags, has_sink, *_rounds(problem, gather, units, True),
+                *scales, problem.heads_per_group, tiles, gather.wanted, gather.tile_0, 0, 0, 1, 1,
+                *gather.flags, has_sink, *_rounds(problem, gather, max(1, units // ctas), True, tiles),
             )  # fmt: skip
     d_sink = -sink_shares.view(-1, H).sum(dim=0) if has_sink else None
     if dkv is None and dkv_dtype in (None, kv.dtype):

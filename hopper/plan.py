@@ -81,6 +81,19 @@ class Plan:
             parts[f"p [{BLOCK_K} x {ROWS}]"] = BLOCK_K * ROWS * ITEM
         return parts
 
+    @property
+    def pair_smem(self) -> dict[str, int]:
+        """Shared memory of a CTA of a pair by use. P lies where the peer's scores came."""
+        columns = self.D // 2
+        return {
+            f"q and dout [{2 * ROWS} x {columns}], [{2 * ROWS} x {HALF}]": 2 * ROWS * (columns + HALF) * ITEM,
+            f"kv [{BLOCK_K} x {columns}]": BLOCK_K * columns * ITEM,
+            f"scores of the peer 2 x [{BLOCK_K} x {ROWS}]": 2 * BLOCK_K * ROWS * 4,
+            f"dS 2 x [{BLOCK_K} x {ROWS}]": 2 * BLOCK_K * ROWS * ITEM,
+            "slot rows, row statistics": 6 * BLOCK_K * 4 + 3 * ROWS * 4,
+            "barriers": BARRIER_BYTES,
+        }
+
 
 @dataclass(frozen=True)
 class TermPlan:

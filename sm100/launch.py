@@ -143,6 +143,11 @@ def check(problem: Problem, config: SparseAttentionConfig) -> None:
                 f"the sm100 kernels are built with {name} = {value}, not {wished} "
                 f"(shared memory of {SMEM_LIMIT} bytes: {sums})"
             )
+    if config.bwd_cluster == 2:
+        raise UnsupportedError(
+            "bwd_cluster = 2 is for the sm90 backward; above 64 rows a tile of the sm100 kernels always has two CTAs: "
+            "leave it at None"
+        )
 
 
 @functools.cache

@@ -38,6 +38,10 @@ def test_shared_memory_fits(D: int) -> None:
     plan = Plan(D, "bfloat16", "int32")
     assert sum(plan.forward_smem.values()) <= SMEM_LIMIT
     assert sum(plan.backward_smem.values()) <= SMEM_LIMIT
+    assert sum(plan.pair_smem.values()) <= SMEM_LIMIT
+    for cluster, parts in ((None, plan.backward_smem), (2, plan.pair_smem)):
+        found = launch.smem_bytes(problem(128, D), SparseAttentionConfig(bwd_cluster=cluster))
+        assert found == {"forward": sum(plan.forward_smem.values()), "backward": sum(parts.values())}
 
 
 @pytest.mark.parametrize("D", [D for D, _ in KERNEL_DIMS])
@@ -53,9 +57,23 @@ def test_config_past_shared_memory_is_refused_with_the_arithmetic(tested_version
         launch.check(problem(), SparseAttentionConfig(bwd_stages=2))
 
 
+def test_pairs_of_ctas_are_for_more_than_a_cta_has_rows(tested_version: None) -> None:
+    for heads in (65, 128):
+        launch.check(problem(heads), SparseAttentionConfig(bwd_cluster=2))
+    launch.check(problem(), SparseAttentionConfig(bwd_cluster=1))
+    with pytest.raises(UnsupportedError, match=r"bwd_cluster = 2 is for more than 64 heads per group, .* not 64"):
+        launch.check(problem(64), SparseAttentionConfig(bwd_cluster=2))
+    with pytest.raises(UnsupportedError, match="tokens_per_tile = 2 with 128 heads"):
+        launch.check(problem(128), SparseAttentionConfig(bwd_cluster=2, tokens_per_tile=2))
+    needed = sum(Plan(576, "bfloat16", "int32").pair_smem.values()) + 64 * 288 * 2
+    with pytest.raises(UnsupportedError, match=rf"bwd_stages = 1, not 2 .*would need {needed} of 232448 bytes"):
+        launch.check(problem(128), SparseAttentionConfig(bwd_cluster=2, bwd_stages=2))
+
+
 @pytest.mark.skipif(not env.is_installed("tilelang"), reason="needs tilelang")
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("forward", 1), ("forward", 8), ("backward", 1), ("backward", 8), ("backward_pair", 1)]
+)
 def test_fixed_shapes_know_every_variable(kind: str, tokens: int) -> None:
     """TileLang renames a variable that a builder also calls otherwise, as the tiles of one token each."""
     function, variables = fixed_shapes._dynamic_build(kind, Plan(576, "bfloat16", "int32", tokens))
@@ -99,6 +117,7 @@ def test_tiles_of_a_cta(has_length: int, whole: bool, rounds: int) -> None:
     gather = launch.Gather(1, slots, nothing, nothing, nothing, nothing, -1, (0, has_length, 0))
     assert launch._rounds(problem(S=9), gather, 2, whole) == (2, rounds)
     assert launch._rounds(problem(S=9), gather, 100, whole) == (100, 1)
+    assert launch._rounds(problem(128, S=9), gather, 2, whole, tiles_per_group=1) == (2, rounds)
 
 
 def test_other_tilelang_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,18 @@ mapa.shared::cluster.u32 %r33, %r2, %r31;
 """
 )
 SYNC = "barrier.cluster.arrive; barrier.cluster.wait;\n"
+
+
+def one_line(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+# The receiver announces a round of 256 bytes: by a word of each thread, or by a copy of what they wrote 1024 bytes on.
+ANNOUNCE = "@%p1 bra TOLD; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256; TOLD:\n"
+SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r32], %r0, [%r33];\n"
+COPY = """@%p1 bra SENT; add.u32 %r34, %r1, 1024;
+cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r32], [%r34], 256, [%r33]; SENT:
+"""
 CLUSTER = {
     "cluster barrier": (
         "order",
@@ -276,6 +288,86 @@ CLUSTER = {
         REMOTE.replace("fence.mbarrier_init.release.cluster;", "<<fence.mbarrier_init.release.cluster;>>")
         + "barrier.cluster.arrive.relaxed; barrier.cluster.wait; "
         + "@%p1 bra W; mbarrier.arrive.shared::cluster.b64 _, [%r33]; W:"
+        + wait("%r2", "WAIT")
+        + SYNC,
+    ),
+    "st.async": (
+        "order",
+        REMOTE
+        + SYNC
+        + ANNOUNCE
+        + SEND
+        + "<<"
+        + one_line(wait("%r2", "WAIT"))
+        + ">> ld.shared.b32 %r5, [%r21]; "
+        + SYNC,
+    ),
+    "st.async over what the other CTA's threads wrote": (
+        "order",
+        REMOTE
+        + SYNC
+        + "st.shared.b32 [%r21], %r0; <<"
+        + one_line(SYNC)
+        + ">>"
+        + ANNOUNCE
+        + SEND
+        + wait("%r2", "WAIT")
+        + "ld.shared.b32 %r5, [%r21]; "
+        + SYNC,
+    ),
+    "st.async over what the other CTA reads": (
+        "order",
+        REMOTE
+        + SYNC
+        + ANNOUNCE
+        + SEND
+        + wait("%r2", "WAIT")
+        + "ld.shared.b32 %r5, [%r21]; bar.sync 0; @%p1 bra FREED; "
+        + "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r33+8]; FREED: <<"
+        + one_line(wait("%r2+8", "FREE"))
+        + ">>"
+        + ANNOUNCE.replace("TOLD", "AGAIN")
+        + SEND
+        + wait("%r2", "WAIT1", 1)
+        + SYNC,
+    ),
+    "fence.proxy.async before a bulk copy over what came by st.async": (
+        "proxy",
+        REMOTE
+        + "st.shared.b32 [%r21+1024], %r0; fence.proxy.async;"
+        + SYNC
+        + ANNOUNCE
+        + SEND
+        + wait("%r2", "WAIT")
+        + "<<fence.proxy.async;>> "
+        + ANNOUNCE.replace("TOLD", "AGAIN")
+        + SYNC
+        + COPY
+        + wait("%r2", "WAIT1", 1)
+        + SYNC,
+    ),
+    "bulk copy to the other CTA": (
+        ["proxy", "order"],
+        REMOTE
+        + SYNC
+        + "st.shared.b32 [%r21+1024], %r0; <<fence.proxy.async;>> bar.sync 0; "
+        + ANNOUNCE
+        + COPY
+        + "<<"
+        + one_line(wait("%r2", "WAIT"))
+        + ">> ld.shared.b32 %r5, [%r21]; "
+        + SYNC,
+    ),
+    "bulk copy over what the other CTA reads": (
+        "order",
+        REMOTE
+        + SYNC
+        + "st.shared.b32 [%r21], %r0; st.shared.b32 [%r21+1024], %r0; fence.proxy.async; ld.shared.b32 %r5, [%r21]; "
+        + ANNOUNCE
+        + "<<"
+        + one_line(SYNC)
+        + ">>"
+        + COPY
         + wait("%r2", "WAIT")
         + SYNC,
     ),
@@ -352,10 +444,6 @@ mov.b64 %d30, {umma_descriptor(1024) - (1 << 64)}; mov.b64 %d31, {umma_descripto
 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r60]; L1: {{done}}
 """
 )
-
-
-def one_line(text: str) -> str:
-    return text.replace("\n", " ")
 
 
 # A second operation of thread 0 behind a product, and its commit: phase 1 of the first mbarrier.

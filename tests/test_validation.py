@@ -388,6 +388,7 @@ def test_error_classes() -> None:
     (dict(fwd_block_k=64.0), ArgumentTypeError, "config.fwd_block_k"),
     (dict(bwd_block_k=0), ArgumentValueError, "config.bwd_block_k"),
     (dict(bwd_split_store=0), ArgumentValueError, "config.bwd_split_store"),
+    (dict(bwd_cluster=3), ArgumentValueError, "config.bwd_cluster"),
     (dict(tokens_per_tile=0), ArgumentValueError, "config.tokens_per_tile"),
     (dict(fwd_backend=""), ArgumentValueError, "config.fwd_backend"),
     (dict(fwd_backend='sm90"'), ArgumentValueError, "config.fwd_backend"),

@@ -490,6 +490,15 @@ ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r5]; mad.lo.u32 %r8, %r1, 32, %r0; 
 add.s64 %d9, %d9, %d0; st.global.v4.b32 [%d9], {%r20, %r21, %r22, %r23};
 barrier.cluster.arrive; barrier.cluster.wait;"""
     yield Case("remote vectors", "clusters", body, {"out": np.zeros(256, np.uint32)}, ["out"], grid=2, cluster=2)
+    # A receiver announces what comes: vectors of each thread, or a copy of what the threads wrote. In the next round
+    # the sender knows by an arrival that the memory is free again.
+    send = """mul.lo.u32 %r11, %r10, 3; mul.lo.u32 %r12, %r10, 5; mul.lo.u32 %r13, %r10, 7;
+st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%r6], {%r10, %r11, %r12, %r13}, [%r7];"""
+    yield _exchange("vectors by st.async", send)
+    send = """mul.lo.u32 %r11, %r10, 3; mul.lo.u32 %r12, %r10, 5; mul.lo.u32 %r13, %r10, 7; add.u32 %r16, %r5, 512;
+st.shared.v4.b32 [%r16], {%r10, %r11, %r12, %r13}; fence.proxy.async.shared::cta; bar.sync 0; @%p1 bra SENT{round};
+cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r6], [%r16], 512, [%r7]; SENT{round}:"""
+    yield _exchange("bulk copy between CTAs", send)
     total = np.zeros(4, np.uint32)
     body = """mov.u32 %r0, %tid.x; red.global.add.u32 [%d0], %r0; red.global.max.s32 [%d0+4], %r0;
 red.global.or.b32 [%d0+8], %r0; mov.b32 %r2, 0f3F800000; red.global.add.f32 [%d0+12], %r2;"""
@@ -506,6 +515,32 @@ st.global.b32 [%d9], %r7; st.global.b32 [%d9+128], %r10; st.global.b32 [%d9+256]
     sums = aligned(4, np.float32)
     body = """mov.b32 %r1, 0f3F800000; mov.b32 %r2, 0f40000000; red.global.add.v4.f32 [%d0], {%r1, %r2, %r1, %r2};"""
     yield Case("vector reduction", "atomics", body, {"out": sums}, ["out"], grid=2)
+
+
+def _exchange(name: str, send: str) -> Case:
+    """Two rounds in which each CTA of a pair sends 512 bytes to the other's, by `send`, and stores what has come."""
+    code = """mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mov.b32 %r3, smem;
+setp.ne.u32 %p1, %r0, 0; @%p1 bra READY; mbarrier.init.shared::cta.b64 [%r3], 1;
+mbarrier.init.shared::cta.b64 [%r3+8], 32; fence.mbarrier_init.release.cluster;
+READY: barrier.cluster.arrive; barrier.cluster.wait;
+shl.b32 %r4, %r0, 4; add.u32 %r5, %r3, 1024; add.u32 %r5, %r5, %r4;
+mapa.shared::cluster.u32 %r6, %r5, %r2; mapa.shared::cluster.u32 %r7, %r3, %r2; add.u32 %r17, %r7, 8;
+"""
+    for number in (0, 1):
+        code += f"""@%p1 bra WAIT{number}; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 512; WAIT{number}:
+mad.lo.u32 %r10, %r1, 1000, %r0; add.u32 %r10, %r10, {100 * number};
+"""
+        if number:
+            code += """FREE: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r3+8], 0; @!%p2 bra FREE;
+"""
+        code += f"""{send.replace("{round}", str(number))}
+AGAIN{number}: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r3], {number}; @!%p2 bra AGAIN{number};
+ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r5]; mad.lo.u32 %r8, %r1, 32, %r0; mul.wide.u32 %d9, %r8, 16;
+add.s64 %d9, %d9, %d0; st.global.v4.b32 [%d9+{1024 * number}], {{%r20, %r21, %r22, %r23}};
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r17];
+"""
+    code += "barrier.cluster.arrive; barrier.cluster.wait;"
+    return Case(name, "clusters", code, {"out": np.zeros(512, np.uint32)}, ["out"], grid=2, cluster=2)
 
 
 def operand_image(values: np.ndarray, span: int, k_major: bool) -> tuple[np.ndarray, int, int]:
@@ -551,6 +586,12 @@ def _wgmma() -> Iterator[Case]:
                         yield _wgmma_case(n, span, majors, exact, codes[span], registers=True)
                     if majors == "KK" and span == 128 and not exact:
                         yield _wgmma_case(n, span, majors, exact, codes[span], steps=4)
+    # 32 columns beside operands of 64, and more rows of them.
+    for majors in ("KM", "MM"):
+        for n in (32, 64):
+            yield _wgmma_case(n, 128, majors, True, 1, right=(64, 2))
+    for n in (128, 256):
+        yield _wgmma_case(n, 64, "KK", True, 2)
 
 
 def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -566,25 +607,29 @@ def wgmma_operands(name: str, n: int, span: int, majors: str, exact: bool) -> tu
 
 
 def _wgmma_case(
-    n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False, steps: int = 1
-) -> Case:
+    n: int, span: int, majors: str, exact: bool, code: int, registers: bool = False, steps: int = 1,
+    right: tuple[int, int] | None = None,
+) -> Case:  # fmt: skip
     """One m64nNk16 product; K 16 fits one span of 32 bytes and up. A comes from shared memory or from registers.
 
-    More `steps` add the products of the following columns, of a span of 128 bytes, to the same accumulators.
+    More `steps` add the products of the following columns, of a span of 128 bytes, to the same accumulators. `right`:
+    span and code of B where they are not those of A.
     """
+    b_span, b_code = right or (span, code)
     name = (
-        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span} majors {majors} "
+        f"wgmma n{n} {'A in registers, ' if registers else ''}swizzle {span}{f', B {b_span}' if right else ''} "
+        f"majors {majors} "
         f"{f'{steps} steps ' if steps > 1 else ''}{'integers' if exact else 'random'}"
     )
     a, b = wgmma_operands(name, n, span, majors, exact)
     a_image, a_lead, a_stride = operand_image(a, span, majors[0] == "K")
-    b_image, b_lead, b_stride = operand_image(b, span, majors[1] == "K")
+    b_image, b_lead, b_stride = operand_image(b, b_span, majors[1] == "K")
     source = aligned(-(-(a_image.size + 1024 + b_image.size) // 16) * 16, np.uint8)
     source[: a_image.size] = a_image
     place = -(-a_image.size // 1024) * 1024
     source[place : place + b_image.size] = b_image
 
-    def descriptor(lead: int, stride: int) -> int:
+    def descriptor(lead: int, stride: int, code: int) -> int:
         return (lead >> 4) << 16 | (stride >> 4) << 32 | code << 62
 
     accumulators = ", ".join(f"%r{100 + i}" for i in range(n // 2))
@@ -612,7 +657,8 @@ cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], 
         + WAIT
         + f"""and.b32 %r50, %r1, 0x3FFFF; shr.u32 %r51, %r50, 4; cvt.u64.u32 %d30, %r51;
 add.s64 %d31, %d30, {place >> 4};
-or.b64 %d30, %d30, {_signed(descriptor(a_lead, a_stride))}; or.b64 %d31, %d31, {_signed(descriptor(b_lead, b_stride))};
+or.b64 %d30, %d30, {_signed(descriptor(a_lead, a_stride, code))}; \
+or.b64 %d31, %d31, {_signed(descriptor(b_lead, b_stride, b_code))};
 shr.u32 %r40, %r0, 5; and.b32 %r41, %r0, 31; shr.u32 %r42, %r41, 2; and.b32 %r43, %r41, 3;
 mad.lo.u32 %r44, %r40, 16, %r42; mul.wide.u32 %d40, %r44, 32; mul.wide.u32 %d41, %r43, 4; add.s64 %d40, %d40, %d41;
 add.s64 %d40, %d40, %d1;

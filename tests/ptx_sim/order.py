@@ -27,6 +27,7 @@ from .registers import Misuse
 WORD = 2  # log2 of the bytes of a cell
 TMEM_COLUMNS, TMEM_LANES = 512, 8  # cells of 16 lanes of one column
 BULK_ENGINES = ("bulk store", "tensor store")
+GENERIC_ENGINES = ("st.async",)  # what signals an mbarrier and is no operation of the async proxy
 
 
 class RaceFound(Exception):
@@ -56,6 +57,8 @@ class BarrierClock:
         self.site = 0
         # Waits that passed in the running phase, (actor, clock, instruction): it must not end without them.
         self.waits: list[tuple[int, int, int]] = []
+        # Whether something of the running phase was written in the generic proxy, by st.async.
+        self.generic = False
 
 
 class Meeting:
@@ -322,8 +325,9 @@ class Order(Observer):
             clock.waits = []
             clock.phase = barrier.phase
             np.maximum(clock.known, clock.gathering, out=clock.known)
-            clock.known[:, clock.actor] = barrier.phase
+            clock.known[[ORDER, BEFORE] if clock.generic else slice(None), clock.actor] = barrier.phase
             clock.gathering[:] = 0
+            clock.generic = False
         return clock
 
     def mbarrier_init(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
@@ -390,6 +394,7 @@ class Order(Observer):
             "a copy that signals its mbarrier",
         )
         np.maximum(clock.gathering, work.known[:3], out=clock.gathering)
+        clock.generic |= self.machine.current.engine in GENERIC_ENGINES
 
     def mbarrier_wait(self, split: Split, mask: np.ndarray, index: int, barrier: Mbarrier) -> None:
         self.executed.add(index)

@@ -31,7 +31,7 @@ def unavailable() -> str | None:
 
 
 # What a kernel writes whole; starts as NaN.
-OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",)}
+OUTPUTS = {"forward": ("Out", "Lse"), "backward": ("dQ",), "backward_pair": ("dQ",)}
 
 
 class _Simulated:
@@ -101,7 +101,10 @@ def going_over_tiles(multiprocessors: int) -> Iterator[None]:
         yield
 
 
-def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False, multiprocessors: int = 132) -> Example:
+def example(
+    D: int, H: int, K: int, S: int = 2, deterministic: bool = False, multiprocessors: int = 132,
+    bwd_cluster: int | None = None,
+) -> Example:  # fmt: skip
     """Both passes in the simulator on S queries and 200 rows, with invalid slots, short rows and sinks."""
     with simulated() as recorder, going_over_tiles(multiprocessors):
         from cute_sparse_mla.hopper import launch
@@ -118,7 +121,7 @@ def example(D: int, H: int, K: int, S: int = 2, deterministic: bool = False, mul
         sink = torch.randn(H, generator=gen)
         dout = torch.randn(1, S, H, 512, generator=gen).bfloat16()
         problem = Problem(1, S, S_kv, H, 1, K, D, 512, torch.bfloat16, torch.int32, has_sink=True, has_topk_length=True)
-        config = SparseAttentionConfig(tokens_per_tile=1)
+        config = SparseAttentionConfig(tokens_per_tile=1, bwd_cluster=bwd_cluster)
         shared = {"sm_scale": D**-0.5, "topk_length": lengths, "q_positions": None, "attn_sink": sink}
         out, lse = launch.fwd(problem, config, q, kv, indices, **shared)
         options = {"dlse": None, "dkv": None, "dkv_dtype": None, "deterministic": deterministic}

@@ -25,7 +25,7 @@ from .machine import Cta, Split
 from .matrix_operands import Descriptor, touched
 from .memory import OFFSET_MASK, RANK_SHIFT
 from .ops_tcgen05 import Shape, fragment, segments
-from .order import TMEM_LANES, WORD, ClusterState, Order, Race, RaceFound, Work
+from .order import GENERIC_ENGINES, TMEM_LANES, WORD, ClusterState, Order, Race, RaceFound, Work
 from .parser import Instr
 
 TENSOR_STREAMS = (clocks.TMEM_LOAD, clocks.TMEM_STORE, clocks.TENSOR)
@@ -350,7 +350,8 @@ class Races(Order):
             if part.last[cells.start] == epoch and (part.last[cells] == epoch).all():
                 return
             same = epoch
-        self._touch(state, part, cells, kind, epoch, work.known, True, same, index, space)
+        proxied = self.machine.current.engine not in GENERIC_ENGINES
+        self._touch(state, part, cells, kind, epoch, work.known, proxied, same, index, space)
 
     # Matrix products -------------------------------------------------------------------------------------------------
 
