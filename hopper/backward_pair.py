@@ -57,7 +57,6 @@ from .tile import PASSES, STEP, VECTOR, begin, ctas_of, exists, find_round, find
 # Named barriers of the warpgroups of copies and scores. TileLang counts its own from 3 on and knows of no others.
 COPIES, SCORES = 13, 14
 PANEL = 64  # columns of an operand tile in shared memory
-CHUNK_COLUMNS = {512: 64, 576: 64}  # of dkv at a time
 
 
 def build(plan: Plan) -> PrimFunc:
@@ -68,7 +67,6 @@ def build(plan: Plan) -> PrimFunc:
     D = plan.D
     TAIL = D - D_V
     HALF_TAIL = TAIL // 2
-    WIDTH = CHUNK_COLUMNS[D]
     dtype, idx_t = plan.dtype, plan.index_dtype
     INDEX, INDEX_BYTES = ("int", 4) if idx_t == "int32" else ("long long", 8)
     DTYPE, ELEM = WGMMA_TYPE[dtype], ELEMENT[dtype]
@@ -171,6 +169,13 @@ def build(plan: Plan) -> PrimFunc:
         )  # fmt: skip
 
     @T.macro
+    def send_operand(X, at, rank, peer, ready, tx):
+        # The own half of dS or P to the peer, whose half is to come.
+        if tx == 0:
+            call("copy_to_peer", place(X, at + rank * OPERAND_BYTES), OPERAND_BYTES, bar(ready), peer)
+        call("expect", bar(ready), OPERAND_BYTES)
+
+    @T.macro
     def add_dq(X, dq, half, panel):
         call(
             f"add_dq<{DTYPE}>", dq.data, place(X, DS_AT + half * OPERAND_BYTES),
@@ -187,14 +192,14 @@ def build(plan: Plan) -> PrimFunc:
 
     @T.macro
     def begin_chunk(X, acc, at_q):
-        call(f"dS_q<{DTYPE}, {WIDTH}>", acc.data, place(X, DS_AT), place(X, at_q))
+        call(f"dS_q<{DTYPE}>", acc.data, place(X, DS_AT), place(X, at_q))
 
     @T.macro
     def finish_chunk(X, acc, p, at_q, sm_scale):
-        call(f"finish<{WIDTH // 2}>", acc.data)
-        call("scale_by", acc.data, sm_scale, WIDTH // 2)
-        call(f"add_P_dO<{DTYPE}, {WIDTH}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
-        call(f"finish<{WIDTH // 2}>", acc.data)
+        call("finish<32>", acc.data)
+        call("scale_by", acc.data, sm_scale, 32)
+        call(f"add_P_dO<{DTYPE}>", acc.data, p.data, place(X, at_q + ROWS * PANEL * ITEM))
+        call("finish<32>", acc.data)
 
     @T.macro
     def chunks(
@@ -204,34 +209,31 @@ def build(plan: Plan) -> PrimFunc:
         # The columns of V. Each chunk is begun under the adds of half of the rows of the one before, the first under
         # those of the tail.
         if TAIL:
-            call("keep_half<32>", acc_t.data, kept.data)
+            call("keep<32>", acc_t.data, kept.data)
             add(valid, 32, 0, acc_t, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
             begin_chunk(X, acc, HEADS_AT)
             add(valid, 32, 1, kept, to[0] + to_tail, slot_to, step, my_slot, row_bytes)
             finish_chunk(X, acc, p, HEADS_AT, sm_scale)
-        for m in T.serial(HALF // WIDTH - 1):
+        for m in T.serial(HALF // PANEL - 1):
             n = m + 1
-            at_q = HEADS_AT + n * WIDTH // PANEL * OF_PANEL + n * WIDTH % PANEL * ITEM
-            call(f"keep_half<{WIDTH}>", acc.data, kept.data)
-            add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+            at_q = HEADS_AT + n * OF_PANEL
+            call(f"keep<{PANEL}>", acc.data, kept.data)
+            add(valid, PANEL, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
             begin_chunk(X, acc, at_q)
-            add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
-            call(f"finish<{WIDTH // 2}>", acc.data)
-            if n == HALF // WIDTH - 1:
+            add(valid, PANEL, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+            call("finish<32>", acc.data)
+            if n == HALF // PANEL - 1:
                 call("arrive_here", bar(ds_free))
                 call("arrive_there", bar(ds_free), peer)
             # With the last one q and dout come free, as they are filled again: panels but the last.
-            call(
-                "arrive_if_here", T.cast(last & (n * WIDTH % PANEL == 0), "int32"),
-                bar(heads_free, n * WIDTH // PANEL - 1 if WIDTH == PANEL else (n - 1) // 2),
-            )  # fmt: skip
+            call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, n - 1))
             finish_chunk(X, acc, p, at_q, sm_scale)
-            to[0] += WIDTH * 4
+            to[0] += PANEL * 4
         call("arrive_if_here", T.cast(last, "int32"), bar(heads_free, HALF // PANEL - 1))
-        call(f"keep_half<{WIDTH}>", acc.data, kept.data)
-        add(valid, WIDTH, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
-        add(valid, WIDTH, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
-        to[0] -= (HALF - WIDTH) * 4
+        call(f"keep<{PANEL}>", acc.data, kept.data)
+        add(valid, PANEL, 0, acc, to[0], slot_to, step, my_slot, row_bytes)
+        add(valid, PANEL, 1, kept, to[0], slot_to, step, my_slot, row_bytes)
+        to[0] -= (HALF - PANEL) * 4
 
     @T.macro
     def leave(X, dQ, dq, half, panel, b, t, head_0, heads, rank, dq_scale, barrier):
@@ -489,23 +491,13 @@ def build(plan: Plan) -> PrimFunc:
                         call("put_operand", ds.data, place(X, DS_AT + rank * OPERAND_BYTES))
                         call("proxy_fence")
                         call("sync_warpgroup", SCORES)
-                        if tx == 0:
-                            call(
-                                "copy_to_peer", place(X, DS_AT + rank * OPERAND_BYTES), OPERAND_BYTES,
-                                bar(ds_ready), peer,
-                            )  # fmt: skip
-                        call("expect", bar(ds_ready), OPERAND_BYTES)
+                        send_operand(X, DS_AT, rank, peer, ds_ready, tx)
                         add_dq(X, dq_mine, rank, 0)
                         call("give", p.data, place(X, E_AT + rank * OPERAND_BYTES))
                         call("proxy_fence")
                         call("sync_warpgroup", SCORES)
                         call("wait_for_peer", bar(p_room), step & 1)
-                        if tx == 0:
-                            call(
-                                "copy_to_peer", place(X, E_AT + rank * OPERAND_BYTES), OPERAND_BYTES,
-                                bar(p_ready), peer,
-                            )  # fmt: skip
-                        call("expect", bar(p_ready), OPERAND_BYTES)
+                        send_operand(X, E_AT, rank, peer, p_ready, tx)
                         call("wait_for_peer", bar(ds_ready), step & 1)
                         add_dq(X, dq_theirs, peer, 0)
                         call("finish<64>", dq_mine.data)
@@ -532,8 +524,8 @@ def build(plan: Plan) -> PrimFunc:
                 row_bytes = T.cast(G * D * 4, "int32")
                 to = T.alloc_local([1], i64)
                 p = T.alloc_local([32], "uint32")
-                acc = T.alloc_local([WIDTH // 2], fp32)
-                kept = T.alloc_local([WIDTH // 4], fp32)
+                acc = T.alloc_local([32], fp32)
+                kept = T.alloc_local([16], fp32)
                 acc_t = T.alloc_local([16], fp32)
                 dq_t = T.alloc_local([32], fp32)
                 away = T.alloc_local([8], "float32x4")

@@ -756,9 +756,9 @@ def bwd(
         else:
             _by_products(problem, tokens, pieces, *arguments)
     else:
+        # A pair of CTAs has all heads of a group.
+        tiles, ctas = (1, 2) if pairs(config) else (_tiles(problem), 1)
         for gather in _gathers(problem, config, indices, topk_length, q_positions, lists, sorts_rows(problem)):
-            # A pair of CTAs has all heads of a group.
-            tiles, ctas = (1, 2) if pairs(config) else (_tiles(problem), 1)
             build.kernel(_backward(config), gather.plan(problem))(
                 q, kv, dout, *gather.tensors, *of_rows, dq, acc.view(-1), nothing,
                 *scales, problem.heads_per_group, tiles, gather.wanted, gather.tile_0, 0, 0, 1, 1,

@@ -34,10 +34,10 @@ __device__ __forceinline__ float opaque_one() {
   asm volatile("" : "+f"(one));
   return one;
 }
-__device__ __forceinline__ void keep(const void *accumulator, void *kept) {
+template <int Columns = 64> __device__ __forceinline__ void keep(const void *accumulator, void *kept) {
   const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
 #pragma unroll
-  for (int j = 0; j < 16; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+  for (int j = 0; j < Columns / 4; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
 }
 // Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`: the first 4 of 64 bytes that are
 // dealt to 4 lanes.
@@ -86,17 +86,17 @@ __device__ __forceinline__ long long row_at(long long to, int row, int stride) {
 // lanes hold, negative if they are invalid, which none is if `All`; `stride`: bytes from one row to the next.
 // Two lanes first exchange pairs, so that each has 4 columns in a row; then of two rows half is exchanged, so that 8
 // lanes have 32 columns of the one, and 32 of the other.
-template <bool Store, bool All, int Step>
+template <bool Store, bool All, int Step, int Columns = 64>
 __device__ __forceinline__ void add(const void *pairs, long long to, int row0, int row1, int stride) {
   const float one = opaque_one();
-  float mine[16];
+  float mine[Columns / 4];
 #pragma unroll
-  for (int j = 0; j < 16; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
+  for (int j = 0; j < Columns / 4; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
   const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
   const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < Columns / 32; ++half) {
     float four[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -217,80 +217,41 @@ __device__ __forceinline__ void tail_products(void *accumulator, void *dq, const
   tl::warpgroup_fence_operand(acc, 16);
   tl::warpgroup_fence_operand(sum, 32);
 }
-// [64 slots x `Columns`] accumulator = dS of 128 heads times as many columns of q, under way.
-template <tl::DataType Type, int Columns>
+// [64 slots x 64 columns] accumulator = dS of 128 heads times a panel of q, under way.
+template <tl::DataType Type>
 __device__ __forceinline__ void dS_q(void *accumulator, const void *dS, const void *q) {
   float *acc = static_cast<float *>(accumulator);
   const tl::GmmaDescriptor a = operand<Panel, 1, 64>(dS), b = operand<Panel, 1, 64>(q);
-  tl::warpgroup_fence_operand(acc, Columns / 2);
+  tl::warpgroup_fence_operand(acc, 32);
   tl::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
-    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, Columns, 16, false, true, 1, 1>(
+    tl::wgmma_ss<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
         uint64_t(a + ((k / 4 * 8192 + k % 4 * 32) >> 4)), uint64_t(b + ((k / 4 * 65536 + k % 4 * 2048) >> 4)),
         reinterpret_cast<uint32_t *>(acc), k > 0);
   tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(acc, Columns / 2);
+  tl::warpgroup_fence_operand(acc, 32);
 }
-// += P of 128 heads, a left operand in registers, times columns of dout, under way.
-template <tl::DataType Type, int Columns>
+// += P of 128 heads, a left operand in registers, times a panel of dout, under way.
+template <tl::DataType Type>
 __device__ __forceinline__ void add_P_dO(void *accumulator, const void *P, const void *dout) {
   float *acc = static_cast<float *>(accumulator);
   const uint32_t *p = static_cast<const uint32_t *>(P);
   const tl::GmmaDescriptor b = operand<Panel, 1, 64>(dout);
-  tl::warpgroup_fence_operand(acc, Columns / 2);
+  tl::warpgroup_fence_operand(acc, 32);
   tl::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
-    tl::wgmma_rs<Type, Type, tl::DataType::kFloat32, 64, Columns, 16, false, true, 1, 1>(
+    tl::wgmma_rs<Type, Type, tl::DataType::kFloat32, 64, 64, 16, false, true, 1, 1>(
         p + 4 * k, uint64_t(b + ((k / 4 * 65536 + k % 4 * 2048) >> 4)), reinterpret_cast<uint32_t *>(acc), 1);
   tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(acc, Columns / 2);
-}
-// Rows 8 to 15 of a warp's 16 are set aside, as by `keep`.
-template <int Columns> __device__ __forceinline__ void keep_half(const void *accumulator, void *kept) {
-  const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
-#pragma unroll
-  for (int j = 0; j < Columns / 4; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+  tl::warpgroup_fence_operand(acc, 32);
 }
 // 8 of a warp's 16 rows, as `add`. `rows`: of the warp's slots, the even one of a lane's two first.
 template <bool All, int Columns, int Step>
 __device__ __forceinline__ void add_rows(const void *pairs, long long to, const void *rows, int stride) {
-  const float one = opaque_one();
-  const int row0 = static_cast<const int *>(rows)[0], row1 = static_cast<const int *>(rows)[1];
-  const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
-  const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
-  const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
-#pragma unroll
-  for (int half = 0; half < Columns / 32; ++half) {
-    float mine[8], four[2][4], line0[4], line1[4];
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      mine[j] = copy(static_cast<const float *>(pairs)[(8 * half + j) / 2 * Step + j % 2], one);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float *left = mine + 4 * i, *right = left + 2;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
-        four[i][e] = odd ? other : left[e];
-        four[i][2 + e] = odd ? right[e] : other;
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float other = __shfl_xor_sync(0xffffffffu, four[1][c], 4);
-      line0[c] = second ? other : four[0][c];
-      line1[c] = second ? four[0][c] : other;
-    }
-    if (half == 0) {
-      add_line<false, All, 0>(at0, row0, line0);
-      add_line<false, All, 0>(at1, row1, line1);
-    } else {
-      add_line<false, All, 128>(at0, row0, line0);
-      add_line<false, All, 128>(at1, row1, line1);
-    }
-  }
+  const int *row = static_cast<const int *>(rows);
+  add<false, All, Step, Columns>(pairs, to, row[0], row[1], stride);
 }
 
 // Where a thread's 16 bytes of its first row go in a panel.
