@@ -52,7 +52,7 @@ def _compiled(kind: str, plan: Any, extents: Extents) -> Callable[..., Any]:
     # The builders name each shape and stride by `T.dynamic`; here the name gives its number.
     with patch.object(tilelang.language, "dynamic", lambda name, dtype=None: dict(extents)[name]):
         function = build.BUILDERS[kind](plan)
-    return tilelang.compile(function, target=build.TARGET, pass_configs=build.PASS_CONFIGS)
+    return tilelang.compile(function, target=build.TARGET, pass_configs=build.pass_configs(kind, plan))
 
 
 @functools.cache

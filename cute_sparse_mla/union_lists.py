@@ -121,7 +121,8 @@ class GroupCosts:
     def per_mille(self, problem: Problem, tokens: int, units: int, gain: float = 1.0) -> int:
         """How many slots the union may have, for 1000 of the tokens' own, so that grouping pays.
 
-        `units` tiles run at a time; the grouped time may be `gain` times the other.
+        Invalid ones are among the tokens' own, not in a union: a tile of one token goes through them all. `units` tiles
+        run at a time; the grouped time may be `gain` times the other.
         """
         single = problem.B * problem.S * problem.G
         waves, grouped_waves = -(-single // units), -(-single // (tokens * units))

@@ -34,10 +34,27 @@ __device__ __forceinline__ float opaque_one() {
   asm volatile("" : "+f"(one));
   return one;
 }
-template <int Columns = 64> __device__ __forceinline__ void keep(const void *accumulator, void *kept) {
+// `Exchanged`: with the first exchange of `add` behind them. Nothing then is left for ptxas to copy; but the product
+// that uses the accumulator next comes later.
+template <int Columns = 64, bool Exchanged = false>
+__device__ __forceinline__ void keep(const void *accumulator, void *kept) {
   const float *acc = static_cast<const float *>(accumulator), one = opaque_one();
+  float *to = static_cast<float *>(kept);
+  if constexpr (Exchanged) {
+    const bool odd = threadIdx.x & 1;
 #pragma unroll
-  for (int j = 0; j < Columns / 4; ++j) static_cast<float *>(kept)[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+    for (int i = 0; i < Columns / 16; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float left = acc[8 * i + 2 + e], right = acc[8 * i + 6 + e];
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? left : right, 1);
+        to[4 * i + e] = copy(odd ? other : left, one);
+        to[4 * i + 2 + e] = copy(odd ? right : other, one);
+      }
+  } else {
+#pragma unroll
+    for (int j = 0; j < Columns / 4; ++j) to[j] = copy(acc[j / 2 * 4 + 2 + j % 2], one);
+  }
 }
 // Where a lane adds to row 0 of dkv, whose columns of a chunk begin at element `at`: the first 4 of 64 bytes that are
 // dealt to 4 lanes.
@@ -82,16 +99,17 @@ __device__ __forceinline__ long long row_at(long long to, int row, int stride) {
   return at;
 }
 // Add 8 of a warp's 16 rows, or with `Store` write them. `pairs`: of a lane's row two columns of every 8, each pair
-// `Step` values after the one before. `row0`, `row1`: rows of dkv of the even and the odd one of the two rows that 8
-// lanes hold, negative if they are invalid, which none is if `All`; `stride`: bytes from one row to the next.
+// `Step` values after the one before, 4 in an accumulator and 2 as kept; or with `Exchanged` as kept so. `row0`,
+// `row1`: rows of dkv of the even and the odd one of the two rows that 8 lanes hold, negative if they are invalid, as
+// none is with `All`; `stride`: bytes from one row to the next.
 // Two lanes first exchange pairs, so that each has 4 columns in a row; then of two rows half is exchanged, so that 8
 // lanes have 32 columns of the one, and 32 of the other.
-template <bool Store, bool All, int Step, int Columns = 64>
+template <bool Store, bool All, int Step, int Columns = 64, bool Exchanged = false>
 __device__ __forceinline__ void add(const void *pairs, long long to, int row0, int row1, int stride) {
-  const float one = opaque_one();
+  const float *const given = static_cast<const float *>(pairs), one = opaque_one();
   float mine[Columns / 4];
 #pragma unroll
-  for (int j = 0; j < Columns / 4; ++j) mine[j] = copy(static_cast<const float *>(pairs)[j / 2 * Step + j % 2], one);
+  for (int j = 0; j < Columns / 4; ++j) mine[j] = Exchanged ? given[j] : copy(given[j / 2 * Step + j % 2], one);
   const bool odd = threadIdx.x & 1, second = threadIdx.x & 4;
   const long long at0 = row_at(to + (second ? 64 : 0), row0, stride);
   const long long at1 = row_at(to + (second ? 0 : 64), row1, stride);
@@ -103,9 +121,9 @@ __device__ __forceinline__ void add(const void *pairs, long long to, int row0, i
       const float *left = mine + 8 * half + 4 * i, *right = left + 2;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
-        four[i][e] = odd ? other : left[e];
-        four[i][2 + e] = odd ? right[e] : other;
+        const float other = Exchanged ? 0.f : __shfl_xor_sync(0xffffffffu, odd ? left[e] : right[e], 1);
+        four[i][e] = odd && !Exchanged ? other : left[e];
+        four[i][2 + e] = odd || Exchanged ? right[e] : other;
       }
     }
     float line0[4], line1[4];

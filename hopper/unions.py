@@ -13,9 +13,10 @@ the ranges that hold no selected row are skipped: while it sets bits, a pass fin
 where the next begins. No other memory is used and nothing else sorted.
 
 Whether grouping pays is decided on the device. `build_samples` counts, for some tiles and a share of the rows of kv,
-the slots of the union and those of the tokens' own lists; `build` sums these up, says in `chosen` whether the first are
-at most `per_mille` of the second, and makes no lists where they are not. The main kernels read `chosen`. `build` begins
-beside `build_samples` (a programmatic dependent launch): its first CTAs have set their bits when the samples are there.
+the slots of the union and those of the tokens' own lists, with that share of the invalid ones, which a tile of one
+token goes through as well; `build` sums these up, says in `chosen` whether the first are at most `per_mille` of the
+second, and makes no lists where they are not. The main kernels read `chosen`. `build` begins beside `build_samples` (a
+programmatic dependent launch): its first CTAs have set their bits when the samples are there.
 
 One token a tile is allowed: its list is then its row in rising order, without the invalid slots, and `bits` is left
 alone.
@@ -191,7 +192,7 @@ __device__ __forceinline__ void for_entries(const Index *list, long long slot_st
   }
 }
 // Counts of one tile, of every 2^step-th row from `phase`: slots of the union, to state[0], and of the tokens, to
-// state[1], both zeroed by the caller.
+// state[1]; and all invalid slots of the tokens, to state[2]. The caller zeroed them.
 template <typename Index, int Tokens, int Threads>
 __device__ __forceinline__ void sample_union(const void *list, long long token_stride, long long slot_stride,
                                              const int *lengths, const int *limits, int S_kv, int step, int phase,
@@ -204,14 +205,16 @@ __device__ __forceinline__ void sample_union(const void *list, long long token_s
   const int rows = ((S_kv - 1) >> step) + 1, filled = (rows + PerVector - 1) / PerVector;
   const Index limit = limits[token];
   const unsigned at = shared_address(masks);
-  int distinct = 0, all = 0;
+  int distinct = 0, all = 0, valid = 0;
   for_entries<SAMPLE_LOADS>(
       indices + token * token_stride, slot_stride, lengths[token], in_vectors(indices, token_stride, slot_stride),
       warp / Tokens, Together,
       [&](const auto &entries) {
 #pragma unroll
         for (const Index index : entries) {
-          const bool there = index >= 0 && index < limit && (index & ((1 << step) - 1)) == phase;
+          const bool selects = index >= 0 && index < limit;
+          const bool there = selects && (index & ((1 << step) - 1)) == phase;
+          valid += selects;
           set_bit<Tokens>(at, 1u << token, static_cast<unsigned>(index >> step), there);
           all += there;
         }
@@ -228,9 +231,11 @@ __device__ __forceinline__ void sample_union(const void *list, long long token_s
   }
   distinct = sum_of_warp(distinct + all);
   all = sum_of_warp(all);
+  valid = sum_of_warp(valid);
   if (lane == 0) {
     atomicAdd(state, distinct);
     atomicAdd(state + 1, all);
+    atomicAdd(state + 2, (warp < Tokens ? lengths[token] : 0) - valid);
   }
   __syncthreads();
 }
@@ -570,7 +575,7 @@ def build(plan: UnionPlan) -> PrimFunc:
 
 
 def build_samples(plan: UnionPlan) -> PrimFunc:
-    """`Samples [N, 2]` for `plan`: of N tiles, evenly spaced, the slots of the union and those of the tokens."""
+    """`Samples [N, 2]` for `plan`: of N tiles, evenly spaced, the slots of the union and those of the tokens' lists."""
     tokens, idx_t, i32, i64 = plan.tokens, plan.index_dtype, "int32", "int64"
     B, S, G, K, N = (T.dynamic(n, i64) for n in ("B", "S", "G", "K", "N"))
     ib, is_, ig, ik = (T.dynamic(n, i64) for n in ("i_b", "i_s", "i_g", "i_k"))
@@ -594,14 +599,14 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
             T.import_source(UNION)
             T.pdl_trigger()
             masks = T.alloc_shared([plan.words], "uint32")
-            state = T.alloc_shared([2], i32, scope="shared")
+            state = T.alloc_shared([3], i32, scope="shared")
             lengths = T.alloc_shared([tokens], i32, scope="shared")
             limits = T.alloc_shared([tokens], i32, scope="shared")
             tx = T.get_thread_binding()
             at = T.alloc_local([4], i32)
             find_tile(at, T.cast(T.truncdiv((2 * T.cast(bx, i64) + 1) * B * L * G, 2 * N), i32), B, G, L, 1)
             g, ti, b = (T.cast(at[n], i64) for n in (1, 2, 3))
-            if tx < 2:
+            if tx < 3:
                 state[tx] = 0
             say_bounds(
                 lengths, limits, TopkLength, QPositions, tx, tokens, b, ti * tokens, S, K, S_kv,
@@ -611,10 +616,10 @@ def build_samples(plan: UnionPlan) -> PrimFunc:
                 "handle", function, T.access_ptr(Indices[b, ti * tokens, g, 0], "r", 1), is_, ik,
                 T.access_ptr(lengths[0], "r", tokens), T.access_ptr(limits[0], "r", tokens), S_kv,
                 step, T.bitwise_and(bx, T.shift_left(1, step) - 1), T.access_ptr(masks[0], "rw", plan.words),
-                T.access_ptr(state[0], "rw", 2),
+                T.access_ptr(state[0], "rw", 3),
             )  # fmt: skip
             T.sync_threads()
             if tx < 2:
-                Samples[bx, tx] = state[tx]
+                Samples[bx, tx] = state[tx] + T.if_then_else(tx > 0, T.shift_right(state[2], step), 0)
 
     return sparse_mla_union_samples

@@ -10,8 +10,8 @@ token's bit, and one scan writes the slots; bits that were set already are the r
 list's room, and moved up and sorted last. Ranges of kv that hold no selected row are skipped.
 
 `Samples` counts, for some tiles and a share of the rows of kv, the slots of the union and those of the tokens' own
-lists; `Unions` sums these up, says in `chosen` whether the first are at most `per_mille` of the second, and makes no
-lists where they are not.
+lists, with that share of the invalid ones, which a tile of one token goes through as well; `Unions` sums these up, says
+in `chosen` whether the first are at most `per_mille` of the second, and makes no lists where they are not.
 """
 
 import cutlass
@@ -318,23 +318,30 @@ class Samples(Unions):
         tiles = Int64(n["B"] * n["token_tiles"] * n["G"])
         b, tile, g = split(Int32((2 * Int64(block) + 1) * tiles // (2 * n["samples"])), n["token_tiles"], n["G"])
         self.clear(smem, thread, Int32(plan.words // VECTOR))
-        if thread < 2:
+        if thread < 3:
             ptx.store_words(smem["counts"] + thread * 4, [Int32(0)])
         longest = self.bounds(at, n, by, smem, thread, b, tile)
         origin = self.origin(by, b, tile, g)
         phase = block & ((Int32(1) << n["step"]) - 1)
-        union, own = Int32(0), Int32(0)
+        union, own, invalid = Int32(0), Int32(0), Int32(0)
+        if thread < plan.tokens:
+            invalid = cutlass.max(load(smem["lengths"] + thread * 4), 0)
         for chunk in cutlass.range(warp, (longest + CHUNK - 1) // CHUNK * plan.tokens, plan.warps):
             token, found = self.chunk(at, by, smem, origin, chunk, lane)
             for row in found:
                 union, own = self.look(smem, n, phase, token, row, union, own)
-        union, own = sum_of_warp(union), sum_of_warp(own)
+                invalid -= Int32(row >= 0)
+        union, own, invalid = sum_of_warp(union), sum_of_warp(own), sum_of_warp(invalid)
         if lane == 0:
             ptx.atomic_add(smem["counts"], union)
             ptx.atomic_add(smem["counts"] + 4, own)
+            ptx.atomic_add(smem["counts"] + 8, invalid)
         cute.arch.sync_threads()
         if thread < 2:
-            _global(at["samples"], Int32)[2 * block + thread] = load(smem["counts"] + thread * 4)
+            count = load(smem["counts"] + thread * 4)
+            if thread > 0:
+                count += load(smem["counts"] + 8) >> n["step"]
+            _global(at["samples"], Int32)[2 * block + thread] = count
 
     @cute.jit
     def look(self, smem, n, phase, token, row, union, own):

@@ -32,17 +32,24 @@ def checked(case: Case, seed: int = 0) -> validation.Call:
     )  # fmt: skip
 
 
+def slots_of(call: validation.Call, b: int, t: int) -> int:
+    """Slots of a token's list, invalid ones too; none past the end of the sequence."""
+    K = call.problem.K
+    if t >= call.problem.S:
+        return 0
+    return K if call.topk_length is None else min(K, max(0, int(call.topk_length[b, t])))
+
+
 def selected(call: validation.Call, b: int, t: int, g: int) -> Counter:
     """How often a token selects each row, by the contract's rule."""
     problem = call.problem
     if t >= problem.S:
         return Counter()
-    length = problem.K if call.topk_length is None else int(call.topk_length[b, t])
     limit = problem.S_kv
     if problem.causal:
         position = t + problem.S_kv - problem.S if call.q_positions is None else int(call.q_positions[b, t])
         limit = min(limit, position + 1)
-    return Counter(row for row in call.indices[b, t, g, : max(0, length)].tolist() if 0 <= row < limit)
+    return Counter(row for row in call.indices[b, t, g, : slots_of(call, b, t)].tolist() if 0 <= row < limit)
 
 
 def judge_lists(call: validation.Call, tokens: int, rows: Tensor, bits: Tensor, lengths: Tensor) -> None:

@@ -14,7 +14,7 @@ from cute_sparse_mla import env, union_lists
 from cute_sparse_mla.config import SparseAttentionConfig
 from cute_sparse_mla.precision import Inputs, Judge
 
-from .list_cases import EVERYTHING, LISTS, SMALL_SIZES, checked, judge_lists, selected
+from .list_cases import EVERYTHING, LISTS, SMALL_SIZES, checked, judge_lists, selected, slots_of
 from .ptx_sim import coverage, project_hopper
 from .ptx_sim.races import Races
 from .simulated_judge import judge_gradients, poisoned
@@ -109,7 +109,10 @@ SAMPLED = (EVERYTHING, 8), (Case(S=40, S_kv=3000, H=4, K=300, invalid="shuffled"
 
 @pytest.mark.parametrize(("case", "tokens"), SAMPLED, ids=("everything", "two_tokens"))
 def test_samples(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of the union and of the tokens, of some tiles and a share of the rows; repeats have slots of their own."""
+    """Slots of the union and of the tokens, of some tiles and a share of the rows and of the tokens' invalid slots.
+
+    Repeats have slots of their own.
+    """
     call, observer = checked(case), Races()
     with project_hopper.simulated(observer=observer) as recorder:
         from cute_sparse_mla.hopper import launch
@@ -126,7 +129,9 @@ def test_samples(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
         own = [selected(call, b, tile * tokens + t, g) for t in range(tokens)]
         kept = [{row: times for row, times in of.items() if row % step == n % step} for of in own]
         slots = sum(sum(of.values()) for of in kept)
-        assert counts == [len(set().union(*kept)) + slots - sum(map(len, kept)), slots]
+        walked = sum(slots_of(call, b, tile * tokens + t) for t in range(tokens))
+        invalid = walked - sum(sum(of.values()) for of in own)
+        assert counts == [len(set().union(*kept)) + slots - sum(map(len, kept)), slots + invalid // step]
 
 
 CALLS = (

@@ -48,10 +48,11 @@ def test_lists(case: Case, tokens: int, sizes: dict | None, monkeypatch: pytest.
 DECIDED = (
     (Case(S=11, S_kv=90, H=8, K=60, causal=True, sink="random", invalid="shuffled", dlse=True), True),
     (Case(B=2, S=5, S_kv=9000, H=16, K=70, length="random", duplicates=True), False),
+    (Case(S=5, S_kv=9000, H=16, K=300, invalid="shuffled", share=0.95), True),
 )
 
 
-@pytest.mark.parametrize(("case", "grouped"), DECIDED, ids=("near", "far"))
+@pytest.mark.parametrize(("case", "grouped"), DECIDED, ids=("near", "far", "few_valid"))
 def test_decided_on_the_device(case: Case, grouped: bool) -> None:
     """Both kernels are launched and one of them leaves at once."""
     inputs, observer = case.inputs(seed=case.S), Races()
