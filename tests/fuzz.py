@@ -748,7 +748,7 @@ class Count:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
-    def of(path: Path, target: str, seed: int) -> Count:
+    def of(path: Path, target: str, seed: int, device: torch.device) -> Count:
         """The count that a file holds of the present kernels, or one that begins with `seed`."""
         count = Count(path, target, kernels_of(target))
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
@@ -758,7 +758,7 @@ class Count:
             if row:
                 count.others.append(row)
         if not count.row:
-            start = vars(Outcome(target, seed)) | {"device": env.device_name(torch.device("cpu"))}
+            start = vars(Outcome(target, seed)) | {"device": env.device_name(device)}
             count.row = start | {"kernels": count.kernels, "next_seed": seed}
         return count
 
@@ -776,7 +776,7 @@ class Count:
 
 def _go_on(args: argparse.Namespace, seed: int, sizes: Sizes) -> Outcome:
     """What a file says of calls judged before, and the rest of them."""
-    count = Count.of(args.out, args.target, seed)
+    count = Count.of(args.out, args.target, seed, args.device)
     before = count.row | {"workers": args.workers}
     print(f"{before['cases']} calls judged before, over kernels {count.kernels}", flush=True)
     if before["cases"] < args.cases and not before["found"]:

@@ -264,6 +264,8 @@ def test_a_count_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, t
     assert row["cases"] == 30 and row["seed"] == 15 and row["next_seed"] == 19 and row["workers"] == 2
     monkeypatch.setattr(fuzz, "kernels_of", lambda target: "others")
     assert [row["cases"] for row in run(5)] == [30, 5]
+    monkeypatch.setattr(fuzz.env, "device_name", str)
+    assert fuzz.Count.of(out, "sm90", 1, torch.device("cuda")).row["device"] == "cuda"
 
 
 def test_comments_and_docstrings_leave_a_count_valid() -> None:
