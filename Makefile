@@ -59,7 +59,9 @@ full: $(TEST_READY)  ## all that CI has no time for and this machine can run; ro
 
 # Files named, so that nothing else is imported where only torch, tilelang and pytest are; the fuzzer has its own target.
 SM90_TESTS = $(filter-out tests/test_fuzz.py,$(shell grep -l "mark\.sm90" tests/test_*.py))
-TIMED = $(addprefix tests/test_cases.py::,test_invalid_slots_never_cost_time test_without_a_rope_tail)  # alone
+# Alone.
+TIMED = $(addprefix tests/test_cases.py::,test_invalid_slots_never_cost_time test_without_a_rope_tail \
+	test_invalid_slots_never_cost_time_where_the_device_decides)
 sentinel-h200: hopper-gpu  ## every test of the Hopper kernels, side by side on a Hopper GPU; NO_VENV=1 where pytest is at hand
 	$(PY) -m tests.side_by_side $(SM90_TESTS) -m "sm90 and not multi_gpu" $(addprefix --deselect ,$(TIMED)) $(ARGS)
 	$(PY) -m pytest $(TIMED)
